@@ -1,0 +1,56 @@
+"""Names of transfers and peers: compared whole, never parsed or matched in part."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .errors import UsageError
+from .limits import REQUEST_ID_BYTES_MAX
+
+_ATTEMPT_MAX = 2**32 - 1
+_BRANCH_MAX = 2**16 - 1
+
+
+class Key(msgspec.Struct, frozen=True, order=True):
+    """Names one transfer: a request, which attempt at it, and which of its receivers.
+
+    request: at most 128 bytes of UTF-8, not empty.
+    attempt: 0 to 2**32 - 1; a higher attempt of a branch supersedes the lower ones.
+    branch: 0 to 2**16 - 1; tells several receivers of one request apart.
+    """
+
+    request: str
+    attempt: int = 0
+    branch: int = 0
+
+    def check(self) -> Key:
+        """Return self. Raises UsageError that names the field out of bounds."""
+        check_request(self.request)
+        if not 0 <= self.attempt <= _ATTEMPT_MAX:
+            raise UsageError(f"key.attempt is {self.attempt}, must be 0 to {_ATTEMPT_MAX}")
+        if not 0 <= self.branch <= _BRANCH_MAX:
+            raise UsageError(f"key.branch is {self.branch}, must be 0 to {_BRANCH_MAX}")
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.request}#{self.attempt}.{self.branch}"
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """Another engine: the name that its identity is checked against, and where it listens."""
+
+    name: str
+    address: str
+
+
+def check_request(request: str) -> str:
+    """Return `request`. Raises UsageError unless it is 1 to 128 bytes of UTF-8."""
+    try:
+        size = len(request.encode())
+    except UnicodeEncodeError as error:
+        raise UsageError(f"request id {request!r} is not valid UTF-8: {error}") from None
+    if not 1 <= size <= REQUEST_ID_BYTES_MAX:
+        raise UsageError(
+            f"request id has {size} bytes of UTF-8, must be 1 to {REQUEST_ID_BYTES_MAX}"
+        )
+    return request
