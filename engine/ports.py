@@ -11,7 +11,7 @@ block; events come back on the loop, in order, in batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -26,12 +26,16 @@ MemoryKind = Literal["dram", "vram"]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Memory that a transport registers: `[address, address + size)` bytes of one device."""
+    """Memory that a transport registers: `[address, address + size)` bytes of one device.
+
+    owner: kept referenced by the transport as long as something may touch the memory.
+    """
 
     address: int
     size: int
     memory: MemoryKind = "dram"
     device: int = 0
+    owner: object = field(default=None, compare=False, repr=False)
 
 
 # ---------------------------------------------------------------- engine -> worker
