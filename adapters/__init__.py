@@ -1,1 +1,1 @@
-"""TODO."""
+"""Cache managers and serving engines, translated to layouts and spans."""
