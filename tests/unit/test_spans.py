@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from kvferry.engine.errors import UsageError
 from kvferry.engine.spans import Span, blocks_for, missing
 
