@@ -61,7 +61,7 @@ def paged_layout(
     views = [_View.of(tensor, names) for tensor in _as_sequence(tensors, names)]
     if not views:
         raise UsageError("no tensors were given")
-    ranges = _layer_ranges(views, layers)
+    ranges = _layer_ranges(views, "layer" in names, layers)
     pools: list[Pool] = []
     boxes: list[Tensor] = []
     for index, (view, layer) in enumerate(zip(views, ranges, strict=True)):
@@ -71,7 +71,7 @@ def paged_layout(
                 f"tensor 0 has {views[0].slots} of {views[0].tokens}; both must be equal"
             )
         starts = {"layer": layer[0], "head": _head_start(view, heads)}
-        for pool, box in view.split(f"{group}/layer{layer[0]}", role, starts, reserved):
+        for pool, box in view.split(group, role, starts, reserved):
             pools.append(pool)
             boxes.append(box)
     return Layout(
@@ -111,6 +111,8 @@ class _View:
             address, item_bytes = int(tensor.data_ptr()), int(tensor.element_size())
             strides = tuple(int(stride) * item_bytes for stride in tensor.stride())
             memory, device = _place(tensor.device)
+        if "layer" not in names:  # one tensor per layer: an axis with the layer's one index
+            names, shape, strides = ("layer", *names), (1, *shape), (0, *strides)
         return cls(
             address=address,
             memory=memory,
@@ -130,9 +132,12 @@ class _View:
         return self.extents.get("token", 1)
 
     def split(
-        self, prefix: str, role: str, starts: dict[str, int], reserved: Sequence[int]
+        self, group: str, role: str, starts: dict[str, int], reserved: Sequence[int]
     ) -> list[tuple[Pool, Tensor]]:
-        """One pool and box per index of the axes that lie outside the block axis."""
+        """One pool and box per index of the axes that lie outside the block axis.
+
+        starts: the first global index of an axis, 0 where it is not listed.
+        """
         rest = [name for name in self.extents if name != "block"]
         outer = [
             name
@@ -151,8 +156,9 @@ class _View:
         parts = []
         for indices in itertools.product(*(range(self.extents[name]) for name in outer)):
             at = dict(zip(outer, indices, strict=True))
+            label = {"layer": 0, **at} if self.extents["layer"] == 1 else at
             pool = Pool(
-                name="/".join([prefix, *(f"{name}{index}" for name, index in at.items())]),
+                name="/".join([group, *(f"{n}{starts.get(n, 0) + i}" for n, i in label.items())]),
                 address=self.address + sum(i * self.strides[name] for name, i in at.items()),
                 stride=stride,
                 slots=self.slots,
@@ -200,14 +206,15 @@ def _as_sequence(tensors: Sequence[Any] | Any, names: tuple[str, ...]) -> Sequen
     return given
 
 
-def _layer_ranges(views: Sequence[_View], layers: Sequence[int] | None) -> list[tuple[int, int]]:
+def _layer_ranges(
+    views: Sequence[_View], one_tensor: bool, layers: Sequence[int] | None
+) -> list[tuple[int, int]]:
     """The global layer range of each tensor."""
-    extent = views[0].extents.get("layer")
-    count = len(views) if extent is None else extent
+    count = views[0].extents["layer"] if one_tensor else len(views)
     ids = list(range(count)) if layers is None else [int(layer) for layer in layers]
     if len(ids) != count:
         raise UsageError(f"layers lists {len(ids)} ids, the tensors hold {count} layers")
-    if extent is None:
+    if not one_tensor:
         return [(layer, layer + 1) for layer in ids]
     if ids != list(range(ids[0], ids[0] + count)):
         raise UsageError(f"layers along an axis must be consecutive, not {ids}")
