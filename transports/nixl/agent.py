@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
 _PACKAGES: Final = ("nixl", "nixl_cu13", "nixl_cu12")
-_NETWORK_MODULES: Final = "^cuda,ib"
+_SAFE_MODULES: Final = "^cuda,ib"
 
 
 def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -31,7 +31,7 @@ def prepare_environment(environ: MutableMapping[str, str] = os.environ) -> None:
     answered by an event (a peer that died); NIXL_LOG_LEVEL=ERROR brings them back.
     """
     if not _has_gpu() and not _has_rdma():
-        environ.setdefault("UCX_MODULES", _NETWORK_MODULES)
+        environ.setdefault("UCX_MODULES", _SAFE_MODULES)
     environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 
 
@@ -67,16 +67,16 @@ def version() -> str:
 
 
 def cma_allowed(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Whether UCX may copy straight into a process of the same host (cma).
+    """Whether UCX may move bytes by the poster's own CPU, straight into a process of this host.
 
-    Source: UCX_TLS of UCX 1.19: a list of transports and aliases; "^" in front excludes them.
+    That is cma, and with an explicit list the shared-memory lanes, which are alike in this.
+    Source: UCX_TLS is a list of transports and aliases, "^" in front excludes them (UCX docs).
     """
     chosen = environ.get("UCX_TLS", "all")
-    names = {name.strip() for name in chosen.lstrip("^").split(",")}
-    listed = bool(names & {"all", "cma", "sm", "shm", "posix", "sysv", "xpmem", "knem"})
+    names = {name.strip() for name in chosen.removeprefix("^").split(",")}
     if chosen.startswith("^"):
-        return "cma" not in names and "sm" not in names and "shm" not in names
-    return listed
+        return not names & {"cma", "sm", "shm"}
+    return bool(names & {"all", "cma", "sm", "shm", "posix", "sysv", "xpmem", "knem"})
 
 
 def create_agent(name: str, progress_delay_us: int) -> tuple[Any, int]:

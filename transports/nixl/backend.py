@@ -49,16 +49,24 @@ class NixlBackend:
         self._peers: dict[str, str] = {}  # peer -> name of its agent
 
     def open(self) -> bytes:
-        """Create the agent, register every region in one piece; return metadata for peers."""
+        """Create the agent, register every region in one piece; return metadata for peers.
+
+        Raises ImportError without NIXL, BackendError when NIXL refuses.
+        """
         self._nixl = nixl_agent.bindings()
-        self._agent, ucx = nixl_agent.create_agent(self._name, self._progress_delay_us)
-        self._ucx = [ucx]
-        for region in self._regions:
-            where = [(region.address, region.size, region.device, "")]
-            descriptors = self._nixl.nixlRegDList(self._segment(region.memory), where)
-            self._agent.registerMem(descriptors, self._ucx)
-            self._registered.append(descriptors)
-        metadata = self._agent.getLocalMD()
+        try:
+            self._agent, ucx = nixl_agent.create_agent(self._name, self._progress_delay_us)
+            self._ucx = [ucx]
+            for region in self._regions:
+                self._register(region)
+            metadata = self._agent.getLocalMD()
+        except Exception as error:
+            self._agent = None
+            raise BackendError(
+                f"NIXL can't open an agent for {len(self._regions)} regions: {error}; "
+                "NIXL_LOG_LEVEL=ERROR shows NIXL's own words, and UCX_TLS, where set, must "
+                "include tcp or an RDMA transport"
+            ) from error
         return msgspec.msgpack.encode(_Metadata(self._name, zlib.crc32(metadata), metadata))
 
     def connect(self, peer: str, metadata: bytes) -> None:
@@ -133,15 +141,21 @@ class NixlBackend:
             _graveyard.append((self._agent, self._regions))
             self._agent = None
             return
-        for name in self._peers.values():
-            self._agent.invalidateRemoteMD(name)
-        for descriptors in self._registered:
-            self._agent.deregisterMem(descriptors, self._ucx)
-        self._peers.clear()
-        self._registered.clear()
-        self._agent = None  # the only reference: the C++ agent ends here, sockets and threads too
+        try:
+            for name in self._peers.values():
+                self._agent.invalidateRemoteMD(name)
+            for descriptors in self._registered:
+                self._agent.deregisterMem(descriptors, self._ucx)
+        finally:
+            self._agent = None  # the only reference: the C++ agent, its sockets and threads end
 
     # ------------------------------------------------------------ NIXL's terms
+
+    def _register(self, region: Region) -> None:
+        where = [(region.address, region.size, region.device, "")]
+        descriptors = self._nixl.nixlRegDList(self._segment(region.memory), where)
+        self._agent.registerMem(descriptors, self._ucx)
+        self._registered.append(descriptors)
 
     def _progress(self, call: Any, *arguments: object) -> tuple[ProgressKind, str]:
         """Translate a state. Errors are raised by the bindings, never returned."""
