@@ -17,6 +17,10 @@ FRAME_BYTES_MAX: Final = 64 * 1024
 WIRE_VERSION_MIN: Final = 1
 WIRE_VERSION_MAX: Final = 1
 HANDSHAKE_S: Final = 10.0
+HANG_UP_S: Final = 1.0  # for the last messages of a connection that is given up
+CLOCK_TICK_S: Final = 0.001
+DIAL_S: Final = 5.0
+CLOSE_S: Final = 5.0
 AUX_BYTES_MAX: Final = 64 * 1024
 SMALL_MESSAGE_BYTES_MAX: Final = 256 * 1024
 OFFER_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -42,6 +46,7 @@ TOMBSTONE_S: Final = 300.0
 # Planning and posting
 PLAN_SLICE_DESCRIPTORS_MAX: Final = 16384  # one planning step, a few milliseconds
 TRANSFERS_ADMITTED_MAX: Final = 256  # with planned writes in memory
+PUMP_WRITES_MAX: Final = 16  # handed over before the loop may do something else
 PEER_POSTED_BYTES_MAX: Final = 32 * 1024 * 1024
 PEER_POSTED_WRITES_MAX: Final = 32
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from anyio.abc import ByteStream
     from numpy.typing import NDArray
 
+    from .spans import Span
+
     Int64Array = NDArray[np.int64]
 
 MemoryKind = Literal["dram", "vram"]
@@ -307,6 +309,29 @@ class Transport(Protocol):
 
     def submit(self, agent: int, commands: Sequence[Command]) -> None:
         """Hand commands to one agent. Never blocks."""
+        ...
+
+
+# ---------------------------------------------------------------- the source's cache
+
+
+class CacheFacts(Protocol):
+    """What a cache manager knows of one request on the source: facts, never policy.
+
+    tokens: how many tokens the send promises; fixed when the send is entered.
+    """
+
+    tokens: int
+
+    def extract(self, group: str, first: int, stop: int) -> Span:
+        """The resident blocks of `group` with ordinals in [first, stop).
+
+        Called by `advance`, on its caller's thread; numpy, O(new blocks), never waiting.
+        """
+        ...
+
+    def released(self, slots: dict[str, Int64Array], evidence: str) -> None:
+        """These source blocks are read no more; each slot exactly once. On the loop."""
         ...
 
 

@@ -1,1 +1,69 @@
-"""x"""
+"""kvferry: carries the KV cache of a request from the node that prefilled it to the decoder.
+
+Everything public is here. Transports are resolved on first use, so that importing kvferry
+imports neither NIXL nor torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .engine.config import Config
+from .engine.effects import Received, Sent
+from .engine.errors import (
+    Busy,
+    Cancelled,
+    Failed,
+    KvferryError,
+    PeerLost,
+    Refused,
+    TimedOut,
+    UsageError,
+)
+from .engine.keys import Key, Peer
+from .engine.layout import Axis, Group, Layout, Pool, Tensor
+from .engine.service import Engine, Receive, Send, Stats
+from .engine.spans import Run, Span
+
+if TYPE_CHECKING:
+    from .transports.memory import memory as memory
+    from .transports.nixl import nixl as nixl
+
+__all__ = [
+    "Axis",
+    "Busy",
+    "Cancelled",
+    "Config",
+    "Engine",
+    "Failed",
+    "Group",
+    "Key",
+    "KvferryError",
+    "Layout",
+    "Peer",
+    "PeerLost",
+    "Pool",
+    "Receive",
+    "Received",
+    "Refused",
+    "Run",
+    "Send",
+    "Sent",
+    "Span",
+    "Stats",
+    "Tensor",
+    "TimedOut",
+    "UsageError",
+    "memory",
+    "nixl",
+]
+
+_LAZY = {"memory": ".transports.memory", "nixl": ".transports.nixl"}
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve a transport by its name (PEP 562)."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name], __name__), name)

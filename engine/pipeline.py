@@ -1,0 +1,205 @@
+"""One source transfer's way from pushed spans to writes: extract, align, plan, post, settle.
+
+Pure. Pushed chunks are aligned with the need at once (array operations) and planned later, a
+bounded slice at a time, when the scheduler has credit for them. Two rules: an ordinal is planned
+at most once, and source blocks leave the pipeline exactly once: not needed, settled, or dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .limits import PLAN_SLICE_DESCRIPTORS_MAX
+from .plan import Copies, Flow, Template, cut, plan
+from .spans import Span
+from .transitions import WRITE, WRITES_SETTLED, Write, WriteEvent, follow
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .lease import Slots
+    from .ports import Int64Array, WriteBounds
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Blocks of one group that are planned together, and released together.
+
+    Shapes: three int64[n], aligned by position.
+    """
+
+    group: str
+    ordinals: Int64Array
+    source_slots: Int64Array
+    target_slots: Int64Array
+    writes_open: int = 0
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PlannedWrite:
+    """One write of a piece, with its state."""
+
+    piece: Piece
+    flow: Flow
+    copies: Copies
+    state: Write = Write.QUEUED
+    number: int = 0
+
+    def follow(self, event: WriteEvent) -> None:
+        """Change state. Raises IllegalTransition, leaving it unchanged."""
+        self.state = follow(WRITE, self.state, event)
+
+
+@dataclass(slots=True)
+class _Cover:
+    """Which ordinals of one group's need are in place."""
+
+    ordinals: Int64Array
+    settled: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.settled = np.zeros(len(self.ordinals), dtype=bool)
+
+    def mark(self, ordinals: Int64Array) -> None:
+        self.settled[np.searchsorted(self.ordinals, ordinals)] = True
+
+
+class Pipeline:
+    """What one transfer still has to move. See the module's docstring.
+
+    need: {group: span of target slots}, already cut to the transferred tokens.
+    template: gives the copy template of a group.
+    """
+
+    def __init__(
+        self,
+        need: Mapping[str, Span],
+        template: Callable[[str], Template],
+        bounds: WriteBounds,
+    ) -> None:
+        self._need = need
+        self._template = template
+        self._bounds = bounds
+        self._aligned: deque[Piece] = deque()
+        self._queued: deque[PlannedWrite] = deque()
+        self._open: dict[int, PlannedWrite] = {}
+        self._cover = {group: _Cover(span.ordinals()) for group, span in need.items()}
+        self.bytes_done = 0
+
+    @property
+    def has_work(self) -> bool:
+        """True when a write can be taken."""
+        return bool(self._queued or self._aligned)
+
+    @property
+    def must_plan(self) -> bool:
+        """True when `head` has to plan a slice first."""
+        return not self._queued and bool(self._aligned)
+
+    @property
+    def writes_open(self) -> int:
+        """Writes that were taken and did not settle: handed, posted or in doubt."""
+        return len(self._open)
+
+    def open_writes(self) -> list[PlannedWrite]:
+        """The writes that were taken and did not settle."""
+        return list(self._open.values())
+
+    def add(self, chunk: Mapping[str, Span]) -> Slots:
+        """Take ready source blocks; return those that the target does not need."""
+        unneeded: Slots = {}
+        for group, span in chunk.items():
+            need = self._need.get(group, _NOTHING)
+            ordinals, source_slots, target_slots = span.intersect(need)
+            if len(ordinals) < len(span):
+                unneeded[group] = span.subtract(need).slots()
+            size = self._slice_blocks(group)
+            for start in range(0, len(ordinals), size):
+                part = slice(start, start + size)
+                self._aligned.append(
+                    Piece(group, ordinals[part], source_slots[part], target_slots[part])
+                )
+        return unneeded
+
+    def head(self) -> PlannedWrite | None:
+        """The next write, planning a slice when none is planned. Does not take it."""
+        if not self._queued and self._aligned:
+            self._plan(self._aligned.popleft())
+        return self._queued[0] if self._queued else None
+
+    def take(self, number: int) -> PlannedWrite:
+        """Take the head: it is handed to the I/O thread under `number`."""
+        write = self._queued.popleft()
+        write.follow(WriteEvent.HAND)
+        write.number = number
+        self._open[number] = write
+        return write
+
+    def settle(self, write: PlannedWrite, event: WriteEvent) -> Slots:
+        """A taken write ended; return the source blocks that are free now."""
+        write.follow(event)
+        del self._open[write.number]
+        if write.state is Write.DONE:
+            self.bytes_done += write.copies.bytes
+        else:
+            write.piece.failed = True
+        return self._close(write.piece)
+
+    def requeue(self, write: PlannedWrite) -> None:
+        """A taken write was never posted, and is still wanted: queue it again, first."""
+        write.follow(WriteEvent.DROP)
+        del self._open[write.number]
+        self._queued.appendleft(PlannedWrite(write.piece, write.flow, write.copies))
+
+    def drop(self) -> Slots:
+        """Give up what was not taken; return the source blocks that are free now."""
+        free: dict[str, list[Int64Array]] = {}
+        for piece in self._aligned:
+            free.setdefault(piece.group, []).append(piece.source_slots)
+        self._aligned.clear()
+        while self._queued:
+            write = self._queued.popleft()
+            write.follow(WriteEvent.DROP)
+            write.piece.failed = True
+            for group, slots in self._close(write.piece).items():
+                free.setdefault(group, []).append(slots)
+        return {group: np.concatenate(parts) for group, parts in free.items()}
+
+    def missing(self) -> dict[str, Int64Array]:
+        """The needed ordinals that are not in place, of each group that lacks some."""
+        lacking = {group: c.ordinals[~c.settled] for group, c in self._cover.items()}
+        return {group: ordinals for group, ordinals in lacking.items() if len(ordinals)}
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when the counts contradict each other."""
+        for write in self._open.values():
+            assert write.state not in WRITES_SETTLED, f"write {write.number} is {write.state}"
+            assert write.piece.writes_open > 0, f"write {write.number}: its piece is closed"
+
+    def _slice_blocks(self, group: str) -> int:
+        if group not in self._need:
+            return 1
+        return max(1, PLAN_SLICE_DESCRIPTORS_MAX // self._template(group).fragments_per_block)
+
+    def _plan(self, piece: Piece) -> None:
+        template = self._template(piece.group)
+        for flow in plan(template, piece.source_slots, piece.target_slots):
+            for copies in cut(flow.copies, self._bounds.descriptors_max, self._bounds.bytes_max):
+                self._queued.append(PlannedWrite(piece, flow, copies))
+                piece.writes_open += 1
+
+    def _close(self, piece: Piece) -> Slots:
+        piece.writes_open -= 1
+        if piece.writes_open:
+            return {}
+        if not piece.failed:
+            self._cover[piece.group].mark(piece.ordinals)
+        return {piece.group: piece.source_slots}
+
+
+_NOTHING = Span.from_runs(())
