@@ -748,7 +748,7 @@ class SourceSide:
             self._settle_up(transfer, now)
             return
         self._emit(Ended(transfer.number, None, error))
-        self._sends.pop(transfer.request, None)
+        self._unlist(transfer)
         self._release(transfer, transfer.give_up(), Evidence.NEVER_EXPOSED)
         target = self._targets.get(transfer.peer)
         if target is not None and transfer.pipeline is not None:
@@ -803,9 +803,14 @@ class SourceSide:
             self._forget(target)
         transfer.lease.prove()
         transfer.story.note(now, "fenced")
-        self._sends.pop(transfer.request, None)
+        self._unlist(transfer)
         del self._transfers[transfer.number]
         self._emit(Fenced(transfer.number))
+
+    def _unlist(self, transfer: SourceTransfer) -> None:
+        """Stop serving its request by it; a newer send of the request may be listed already."""
+        if self._sends.get(transfer.request) is transfer:
+            del self._sends[transfer.request]
 
     def _release(self, transfer: SourceTransfer, slots: Slots, evidence: Evidence) -> None:
         if slots:
