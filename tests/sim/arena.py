@@ -31,13 +31,19 @@ class Landing:
 class Space:
     """The pools of one life of one process.
 
-    `data` values, `tag` coordinates held, `expected` coordinates that may land, `lease` the
+    `process` is its name, `owner` names this life. `data` values, `tag` coordinates held, `expected` coordinates that may land, `lease` the
     number of the live lease (0 for none), `landed` how often it was written under that lease.
     """
 
     def __init__(
-        self, owner: str, base: int, groups: tuple[SimGroup, ...], slots: dict[str, int]
+        self,
+        process: str,
+        owner: str,
+        base: int,
+        groups: tuple[SimGroup, ...],
+        slots: dict[str, int],
     ) -> None:
+        self.process = process
         self.owner = owner
         self.base = base
         self.groups = {group.name: group for group in groups}
@@ -85,12 +91,11 @@ class Space:
         self.lease[where] = lease
         self.landed[where] = 0
 
-    def take_back(self, group: str, slot: int) -> None:
-        """The lease of a slot ended: nothing may land, and what it held is overwritten."""
+    def end_lease(self, group: str, slot: int) -> None:
+        """Nothing may land in the slot any more; what it holds stays until it is wiped."""
         where = self.range(group, slot)
         self.expected[where] = NOTHING
         self.lease[where] = 0
-        self.wipe(group, slot)
 
     def wipe(self, group: str, slot: int) -> None:
         """The slot's owner uses it for something else."""
@@ -122,15 +127,31 @@ class Arena:
         self._watch = watch
 
     def allocate(
-        self, owner: str, groups: tuple[SimGroup, ...], slots: dict[str, int]
+        self, process: str, owner: str, groups: tuple[SimGroup, ...], slots: dict[str, int]
     ) -> Space:
         """Memory for a new process: addresses are never used again."""
         base = (len(self._spaces) + 1) << _SPACE_BITS
-        self._spaces.append(Space(owner, base, groups, slots))
+        self._spaces.append(Space(process, owner, base, groups, slots))
         return self._spaces[-1]
 
     def space(self, address: int) -> Space:
         return self._spaces[(address >> _SPACE_BITS) - 1]
+
+    def resolve(
+        self,
+        source: NDArray[np.int64],
+        target: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+    ) -> Landing:
+        """What `copy` of the same arguments would move, byte by byte."""
+        steps = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        near, far = self.space(int(source[0])), self.space(int(target[0]))
+        return Landing(
+            near,
+            np.repeat(source - near.base, lengths) + steps,
+            far,
+            np.repeat(target - far.base, lengths) + steps,
+        )
 
     def copy(
         self,
@@ -143,13 +164,12 @@ class Arena:
         Memory of a dead target takes nothing; that of a dead source still gives (its bytes were
         on their way).
         """
-        steps = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        near, far = self.space(int(source[0])), self.space(int(target[0]))
-        from_ = np.repeat(source, lengths) + steps - near.base
-        to = np.repeat(target, lengths) + steps - far.base
+        landing = self.resolve(source, target, lengths)
+        near, far = landing.source, landing.target
+        from_, to = landing.source_offsets, landing.target_offsets
         if not far.alive:
             return
-        self._watch(Landing(near, from_, far, to))
+        self._watch(landing)
         inside = (to >= 0) & (to < far.size)
         from_, to = from_[inside], to[inside]
         far.data[to] = near.data[from_]

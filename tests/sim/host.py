@@ -119,4 +119,3 @@ class SimRunner:
 def child(prng_seed: int | str, concern: str) -> random.Random:
     """A PRNG for one concern, so that a change in one leaves the draws of the others alone."""
     return random.Random(f"{prng_seed}/{concern}")
-

@@ -21,6 +21,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
+from weakref import WeakKeyDictionary
 
 TAKE_DOWN_ROUNDS = 5
 TAKE_DOWN_STEPS = 20_000
@@ -82,6 +83,7 @@ class SimLoop(base_events.BaseEventLoop):
         self._disorder = disorder
         self._trace = hashlib.blake2b(digest_size=16)
         self._tasks_made = 0
+        self._gates: WeakKeyDictionary[asyncio.Task[Any], Gate | None] = WeakKeyDictionary()
         self._withheld: deque[events.Handle] = deque()
         self._dropped: list[events.Handle] = []
         self._taking_down = False
@@ -119,7 +121,10 @@ class SimLoop(base_events.BaseEventLoop):
         """Name tasks by what they run and a count of this loop: the default counts globally."""
         task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, **kwargs)
         self._tasks_made += 1
-        task.set_name(f"{getattr(coro, '__qualname__', '?')}-{self._tasks_made}")
+        context = kwargs.get("context")
+        self._gates[task] = _gate.get() if context is None else context.get(_gate)
+        if kwargs.get("name") is None:
+            task.set_name(f"{getattr(coro, '__qualname__', '?')}-{self._tasks_made}")
         return task
 
     def _run_once(self) -> None:
@@ -173,6 +178,10 @@ class SimLoop(base_events.BaseEventLoop):
             else:
                 return handle
         return None
+
+    def gate_of(self, task: asyncio.Task[Any]) -> Gate | None:
+        """The gate whose code a task is."""
+        return self._gates[task]
 
     def open_gate(self, gate: Gate) -> None:
         """Let `gate`'s callbacks run again, in the order in which they became due."""

@@ -33,6 +33,7 @@ class Path:
     """One direction between two processes: how long bytes take, and whether they pass."""
 
     def __init__(self) -> None:
+        self.cut_until_s = 0.0
         self.cut = False
         self.waiting: list[Callable[[], None]] = []
 
@@ -45,6 +46,7 @@ class Path:
 
     def heal(self) -> None:
         self.cut = False
+        self.cut_until_s = 0.0
         waiting, self.waiting = self.waiting, []
         for act in waiting:
             act()
@@ -129,6 +131,10 @@ class SimStream(ByteStream):
         self._closed = False
         self._receiving = False
         self._sending = False
+
+    @property
+    def connection(self) -> int:
+        return self._inward.connection
 
     @property
     def extra_attributes(self) -> Mapping[Any, Callable[[], Any]]:
@@ -347,8 +353,20 @@ class Internet:
         for listener in [x for x in self.listeners.values() if x.owner == owner]:
             listener.close()
 
-    def cut(self, source: str, target: str) -> None:
-        self.path(source, target).cut = True
+    def cut(self, source: str, target: str, duration_s: float) -> None:
+        """Nothing passes from `source` to `target` for a while, and nobody is told."""
+        path = self.path(source, target)
+        path.cut = True
+        path.cut_until_s = max(path.cut_until_s, self.loop.time() + duration_s)
+        self.later(duration_s, lambda: self._heal_path(path))
+
+    def _heal_path(self, path: Path) -> None:
+        if self.loop.time() >= path.cut_until_s:
+            path.heal()
+
+    def open_at(self, source: str, target: str) -> float:
+        """When bytes between the two pass both ways, as far as is known now."""
+        return max(self.path(source, target).cut_until_s, self.path(target, source).cut_until_s)
 
     def heal(self) -> None:
         """Every path passes again; no new fault of the network's own."""

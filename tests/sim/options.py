@@ -34,6 +34,7 @@ class Fault(StrEnum):
     WRITE_FAILED = "write failed quiet, part of it in place"
     WRITE_DOUBTED = "write in doubt, and landed later"
     COMPLETION_LATE = "completion late"
+    COMPLETION_LOST = "completion lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Options:
 
     faults: frozenset[Fault]
     engines: int
+    agents: int
     transfers: int
     disorder: float
     latency_s: float
@@ -60,6 +62,7 @@ class Options:
     completion_late: float
     spread_s: float
     slots: int
+    window: int
     cancel: float
 
     def has(self, fault: Fault) -> bool:
@@ -78,6 +81,7 @@ def draw(prng: random.Random) -> Options:
     return Options(
         faults=faults,
         engines=prng.choice((2, 2, 2, 3, 4)),
+        agents=prng.choice((1, 1, 2)),
         transfers=prng.randrange(20, 28),
         disorder=rate(Fault.DISORDER, 0.05, 1.0),
         latency_s=prng.choice((0.0001, 0.001, 0.02)),
@@ -96,5 +100,6 @@ def draw(prng: random.Random) -> Options:
         completion_late=rate(Fault.COMPLETION_LATE, 0.05, 0.5),
         spread_s=prng.choice((0.05, 1.0, 6.0)),
         slots=prng.choice((12, 16, 24)),
+        window=prng.choice((1, 4, 32)),
         cancel=prng.choice((0.0, 0.2, 0.5)),
     )

@@ -137,4 +137,3 @@ def test_a_closed_gate_withholds_and_a_dead_one_drops() -> None:
         *("process", "thread", "process"),
         *("continue", "process", "thread", "kill"),
     ]
-

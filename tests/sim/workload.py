@@ -1,0 +1,358 @@
+"""What the callers of the engines do: prefill and decode sides of requests, well or badly behaved.
+
+Every request is drawn beforehand: who, how long, when, and what goes wrong on each side. Two
+rules: slots are used again the moment they are back, and a caller uses nothing but the public API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from kvferry.engine.errors import KvferryError
+from kvferry.engine.keys import Key, Peer
+from kvferry.engine.spans import Span
+
+from .checkers import Side
+from .world import Starved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .options import Options
+    from .world import Life, World
+
+TOKENS_MAX = 26
+LENT = -1  # in place of a slot that the engine has
+MATCH_S = 3.0
+STALL_S = 4.0
+TOTAL_S = 10.0
+
+
+class Manner(StrEnum):
+    """How a caller behaves on one side of a request."""
+
+    GOOD = "good"
+    CANCELS = "cancels at some moment"
+    LEAVES = "leaves its scope at some moment"
+    DIES = "its task is cancelled at some moment"
+    ABSENT = "never comes"
+    SHORT = "pushes too little"
+    SEALS = "finishes, leaves and looks later"
+
+
+TARGET_MANNERS = (Manner.CANCELS, Manner.CANCELS, Manner.LEAVES, Manner.DIES, Manner.ABSENT)
+SOURCE_MANNERS = (*TARGET_MANNERS, Manner.SHORT, Manner.SEALS)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request: `number` names it, everything else is what the callers will do."""
+
+    number: int
+    source: str
+    target: str
+    tokens: int
+    target_tokens: int
+    min_tokens: int | None
+    chunks: int
+    source_at_s: float
+    target_at_s: float
+    gap_s: float
+    source_manner: Manner
+    target_manner: Manner
+    source_moment_s: float
+    target_moment_s: float
+    source_tries: int
+    target_tries: int
+    overlap: bool
+
+    @property
+    def name(self) -> str:
+        return f"r{self.number}"
+
+
+def draw_requests(prng: random.Random, options: Options, names: list[str]) -> list[Request]:
+    """The requests of a seed."""
+    return [_draw_request(prng, options, names, number) for number in range(options.transfers)]
+
+
+def _draw_request(prng: random.Random, options: Options, names: list[str], number: int) -> Request:
+    source, target = prng.sample(names, 2)
+    tokens = prng.randint(1, TOKENS_MAX)
+    start = prng.uniform(0.0, options.spread_s)
+    near = prng.choice((0.0, 0.001, 0.02, 1.0))
+    wants_other = prng.random() < 0.2
+    gap_s = prng.choice((0.0, 0.0005, 0.02, 0.3))
+
+    def manner(kinds: tuple[Manner, ...]) -> Manner:
+        drawn = prng.choice(kinds)
+        return drawn if prng.random() < options.cancel else Manner.GOOD
+
+    def moment() -> float:
+        return prng.expovariate(1.0 / prng.choice((0.0005, 0.005, 0.1, 1.0)))
+
+    return Request(
+        number=number,
+        source=source,
+        target=target,
+        tokens=tokens,
+        target_tokens=max(1, tokens + prng.randint(-5, 3)) if wants_other else tokens,
+        min_tokens=prng.choice((None, 1)),
+        chunks=prng.randint(1, 4),
+        source_at_s=start + prng.uniform(0.0, near),
+        target_at_s=start + prng.uniform(0.0, near),
+        gap_s=gap_s,
+        source_manner=manner(SOURCE_MANNERS),
+        target_manner=manner(TARGET_MANNERS),
+        source_moment_s=moment(),
+        target_moment_s=moment(),
+        source_tries=prng.choice((1, 1, 2, 3)),
+        target_tries=prng.choice((1, 1, 2, 3)),
+        overlap=prng.random() < 0.2,
+    )
+
+
+class Slots:
+    """Slots on their way back to their process: free once the caller knows its outcome too."""
+
+    def __init__(self, world: World, life: Life, side: Side) -> None:
+        self._world = world
+        self._life = life
+        self._side = side
+        self._waiting: list[dict[str, list[int]]] = []
+        self._judged = False
+
+    def on_released(self, slots: dict[str, Any], evidence: str) -> None:
+        """The engine's callback."""
+        plain = self._world.checkers.releases(self._side, slots, evidence)
+        if self._judged:
+            self._life.give_back(plain)
+        else:
+            self._waiting.append(plain)
+
+    def outcome_known(self) -> None:
+        """What came back before may be used again now."""
+        self._judged = True
+        for plain in self._waiting:
+            self._life.give_back(plain)
+        self._waiting.clear()
+
+
+# ---------------------------------------------------------------- the decode side
+
+
+async def run_target(world: World, life: Life, request: Request) -> None:
+    """Every try of one request on its target; with `overlap` the next does not wait for the last."""
+    if request.target_manner is Manner.ABSENT:
+        return
+    tries: list[asyncio.Task[str]] = []
+    for attempt in range(1, request.target_tries + 1):
+        task = life.spawn(_receive(world, life, request, attempt))
+        tries.append(task)
+        if request.overlap:
+            await asyncio.sleep(request.target_moment_s)
+        elif await task == "done":
+            break
+    await asyncio.gather(*tries)
+
+
+async def _receive(world: World, life: Life, request: Request, attempt: int) -> str:
+    groups = life.space.groups
+    needed = {name: group.needed(request.target_tokens) for name, group in groups.items()}
+    try:
+        taken = await _take(life, {name: len(ordinals) for name, ordinals in needed.items()})
+    except Starved:
+        return "starved"
+    blocks = {name: dict(zip(needed[name], taken[name], strict=True)) for name in needed}
+    title = f"receive r{request.number}#{attempt}"
+    side = _side(world, life, request, title, blocks, peer=request.source)
+    slots = Slots(world, life, side)
+    manner = request.target_manner if attempt == 1 else Manner.GOOD
+    assert life.engine is not None
+    rx = life.engine.receive(
+        Key(request.name, attempt),
+        source=Peer(request.source, world.addresses[request.source]),
+        need={name: span_of(held) for name, held in blocks.items()},
+        tokens=request.target_tokens,
+        min_tokens=request.min_tokens,
+        on_released=slots.on_released,
+    )
+
+    async def use() -> Any:
+        world.checkers.receive_begins(side)
+        async with rx:
+            if manner is Manner.LEAVES:
+                await asyncio.sleep(request.target_moment_s)
+                return None
+            return await rx
+
+    user = life.spawn(use())
+    await _misbehave(manner, request.target_moment_s, user, side, rx.cancel)
+    await asyncio.gather(user, return_exceptions=True)
+    if not side.began:
+        life.give_back(taken)
+        return "never began"
+    outcome = await _outcome(rx)
+    world.checkers.ends(side, outcome)
+    if outcome == "done":
+        got = await rx
+        world.checkers.is_done(side, got.tokens)
+        if got.aux != aux_of(request):
+            world.checkers.violate("I3", f"{side.title}: aux is {got.aux!r}", request.number)
+    slots.outcome_known()
+    return outcome
+
+
+# ---------------------------------------------------------------- the prefill side
+
+
+async def run_source(world: World, life: Life, request: Request) -> None:
+    """Every try of one request on its source."""
+    if request.source_manner is Manner.ABSENT:
+        return
+    for attempt in range(1, request.source_tries + 1):
+        if await _send(world, life, request, attempt) == "done":
+            return
+
+
+async def _send(world: World, life: Life, request: Request, attempt: int) -> str:
+    groups = life.space.groups
+    manner = request.source_manner if attempt == 1 else Manner.GOOD
+    held = {name: group.blocks(request.tokens) for name, group in groups.items()}
+    try:
+        taken = await _take(life, held)
+    except Starved:
+        return "starved"
+    for name, given in taken.items():
+        for ordinal, slot in enumerate(given):
+            life.space.compute(name, slot, request.number, ordinal)
+    side = _side(world, life, request, f"send r{request.number} try {attempt}", {})
+    slots = Slots(world, life, side)
+    slots.outcome_known()  # a source uses blocks again as soon as they are back
+    assert life.engine is not None
+    tx = life.engine.send(request.name, tokens=request.tokens, on_released=slots.on_released)
+
+    async def use() -> Any:
+        world.checkers.send_begins(side)
+        async with tx:
+            for chunk in _chunks(request, taken, manner):
+                await asyncio.sleep(request.gap_s)
+                world.checkers.pushes(side, chunk)
+                for name in chunk:
+                    for ordinal in chunk[name]:
+                        taken[name][ordinal] = LENT
+                tx.push({name: span_of(blocks) for name, blocks in chunk.items()})
+            if manner is Manner.LEAVES:
+                await asyncio.sleep(request.source_moment_s)
+                return None
+            tx.finish(aux=aux_of(request))
+            return None if manner is Manner.SEALS else await tx
+
+    user = life.spawn(use())
+    await _misbehave(manner, request.source_moment_s, user, side, tx.cancel)
+    await asyncio.gather(user, return_exceptions=True)
+    outcome = "never began"
+    if side.began:
+        outcome = await _outcome(tx)
+        world.checkers.ends(side, outcome)
+    life.give_back({name: [s for s in given if s != LENT] for name, given in taken.items()})
+    return outcome
+
+
+def _chunks(
+    request: Request, taken: dict[str, list[int]], manner: Manner
+) -> list[dict[str, dict[int, int]]]:
+    """The blocks in `request.chunks` parts, in order of ordinals; SHORT leaves the last one out."""
+    parts: list[dict[str, dict[int, int]]] = []
+    for number in range(request.chunks):
+        part = {}
+        for name, slots in taken.items():
+            first = len(slots) * number // request.chunks
+            stop = len(slots) * (number + 1) // request.chunks
+            if stop > first:
+                part[name] = {ordinal: slots[ordinal] for ordinal in range(first, stop)}
+        if part:
+            parts.append(part)
+    return parts[:-1] if manner is Manner.SHORT else parts
+
+
+# ---------------------------------------------------------------- shared
+
+
+def span_of(blocks: dict[int, int]) -> Span:
+    """{ordinal: slot} as a span."""
+    runs: list[tuple[int, list[int]]] = []
+    for ordinal, slot in sorted(blocks.items()):
+        if runs and ordinal == runs[-1][0] + len(runs[-1][1]):
+            runs[-1][1].append(slot)
+        else:
+            runs.append((ordinal, [slot]))
+    return Span.from_runs(runs)
+
+
+def aux_of(request: Request) -> bytes:
+    return f"aux of {request.name}".encode()
+
+
+def _side(
+    world: World,
+    life: Life,
+    request: Request,
+    title: str,
+    blocks: dict[str, dict[int, int]],
+    peer: str = "",
+) -> Side:
+    before_s = life.pauses_s()
+    world.sides += 1
+    return Side(
+        number=world.sides,
+        title=f"{life.owner} {title}",
+        request=request.number,
+        peer=peer,
+        space=life.space,
+        blocks=blocks,
+        started_s=world.loop.time(),
+        total_s=TOTAL_S,
+        pauses_s=lambda: life.pauses_s() - before_s,
+    )
+
+
+async def _take(life: Life, wanted: dict[str, int]) -> dict[str, list[int]]:
+    """Wait until there are enough free slots, and take them."""
+    while True:
+        taken = life.allocate(wanted)
+        if taken is not None:
+            return taken
+        await life.slots_returned()
+
+
+async def _misbehave(
+    manner: Manner,
+    moment_s: float,
+    user: asyncio.Task[Any],
+    side: Side,
+    cancel: Callable[[str], None],
+) -> None:
+    """Do to a running transfer what `manner` says, `moment_s` from now."""
+    if manner is Manner.CANCELS:
+        await asyncio.sleep(moment_s)
+        for reason in ("the client left", "the client left again"):
+            if side.began:
+                cancel(reason)
+            await asyncio.sleep(0)
+    elif manner is Manner.DIES:
+        await asyncio.sleep(moment_s)
+        user.cancel()
+
+
+async def _outcome(handle: Any) -> str:
+    """How a transfer ended, as awaiting it says."""
+    try:
+        await handle
+    except KvferryError as error:
+        return f"{type(error).__name__} {error.code}: {error}"
+    return "done"
