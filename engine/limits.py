@@ -25,6 +25,7 @@ AUX_BYTES_MAX: Final = 64 * 1024
 SMALL_MESSAGE_BYTES_MAX: Final = 256 * 1024
 OFFER_BYTES_MAX: Final = 16 * 1024 * 1024
 GEOMETRY_BYTES_MAX: Final = 16 * 1024 * 1024
+UNSETTLED_KEYS_MAX: Final = 1000  # in one message
 STREAMS_OPEN_MAX: Final = 64  # half-received messages of one connection
 REDIAL_DELAY_MIN_S: Final = 0.05
 REDIAL_DELAY_MAX_S: Final = 2.0

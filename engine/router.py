@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from .effects import HangUp, Report
+from .effects import Report
 from .errors import Failed
 from .ports import Stopped
 from .source import SourceSide
@@ -39,7 +39,7 @@ class Router:
 
     def accepted(self, connection: int, now: int) -> None:
         """A peer has connected."""
-        self.source.accepted(connection, now)
+        self.source.sessions.accepted(connection)
 
     def dialled(self, link: int, connection: int, now: int) -> None:
         """A `Dial` succeeded."""
@@ -53,19 +53,18 @@ class Router:
         """A message came; one of a connection that was given up is void."""
         if self.target.owns(connection):
             self.target.received(connection, message, now)
-        elif self.source.owns(connection):
+        elif self.source.sessions.owns(connection):
             self.source.received(connection, message, now)
 
     def lost(self, connection: int, text: str, now: int) -> None:
         """A connection ended, or broke the protocol's framing."""
         self.target.lost(connection, text, now)
-        self.source.lost(connection, text, now)
+        self.source.sessions.end(connection, text, now)
 
     def handshake_expired(self, connection: int, now: int) -> None:
         """A connection had its time to become a session."""
-        if not self.target.is_live(connection) and not self.source.is_live(connection):
+        if not self.target.is_live(connection) and not self.source.sessions.is_live(connection):
             self.lost(connection, "the handshake took too long", now)
-            self._context.emit(HangUp(connection, "the handshake took too long"))
 
     def worker_events(self, events: Sequence[Event], now: int) -> None:
         """A batch of one worker's events, in order."""
@@ -76,7 +75,8 @@ class Router:
                 self.source.worker_event(event, now)
 
     def _stopped(self, event: Stopped, now: int) -> None:
-        self.source.transport_stopped(event.unsettled, event.text or "the agent was closed", now)
+        text = event.text or "the agent was closed"
+        self.source.mover.transport_stopped(event.unsettled, text, now)
         if event.text:
             self.broken = event.text
             self._context.emit(Report(logging.ERROR, f"the transport stopped: {event.text}"))
@@ -91,7 +91,7 @@ class Router:
 
     def pump(self, now: int) -> bool:
         """Hand over some writes; True when more could be."""
-        return self.source.pump(now)
+        return self.source.mover.pump(now)
 
     # ------------------------------------------------------------ the driver's questions
 

@@ -219,7 +219,7 @@ class Engine:
             transfers=driver.transfers,
             slots_lent=target.slots_lent,
             slots_quarantined=target.slots_quarantined,
-            writes_open=source.writes_open,
+            writes_open=source.mover.writes_open,
             messages_ignored=target.messages_ignored + source.messages_ignored,
             internal_errors=driver.internal_errors,
             callback_errors=driver.callback_errors,

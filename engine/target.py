@@ -16,7 +16,7 @@ from .context import nanoseconds
 from .effects import Dial, Ended, Fenced, HangUp, Received, Release, Report, Transmit
 from .errors import Busy, Cancelled, Failed, KvferryError, PeerLost, Refused, TimedOut, UsageError
 from .lease import Evidence
-from .limits import REDIAL_DELAY_MAX_S, REDIAL_DELAY_MIN_S
+from .limits import REDIAL_DELAY_MAX_S, REDIAL_DELAY_MIN_S, UNSETTLED_KEYS_MAX
 from .session import SessionMachine, SessionRefused, TargetPermit
 from .spans import blocks_for
 from .transfer import TargetTransfer
@@ -216,8 +216,9 @@ class TargetSide:
             for t in link.transfers.values()
             if t.lent and t.exposed_to == session.peer_incarnation
         ]
-        if unsettled:
-            self._emit(Transmit(link.connection, wire.Unsettled(unsettled)))
+        for start in range(0, len(unsettled), UNSETTLED_KEYS_MAX):
+            part = unsettled[start : start + UNSETTLED_KEYS_MAX]
+            self._emit(Transmit(link.connection, wire.Unsettled(part)))
         for transfer in list(link.transfers.values()):
             if transfer.lease.state is Lease.GRANTED:
                 self._offer(link, transfer, now)

@@ -8,7 +8,7 @@ and no event that ends an outcome ends a lease without evidence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .keys import Key
     from .lease import Slots
     from .pipeline import Pipeline
+    from .source_sessions import Target
     from .spans import Span
 
 
@@ -176,7 +177,7 @@ class SourceTransfer(_Transfer):
         self.aux = b""
         self.lease = LeaseMachine()
         self.key: Key | None = None
-        self.peer = ""  # the incarnation it is matched with
+        self.target: Target | None = None
         self.pipeline: Pipeline | None = None
         self.promised_tokens = 0
         self.connection: int | None = None  # the session that its answers belong to
@@ -202,16 +203,32 @@ class SourceTransfer(_Transfer):
         self.waiting_chunks.append(chunk)
         return {}
 
-    def start(self, key: Key, peer: str, pipeline: Pipeline, tokens: int, now: int) -> Slots:
-        """Serve `key`; return the already pushed blocks that its target does not need."""
+    def start(
+        self,
+        key: Key,
+        target: Target,
+        pipeline: Pipeline,
+        tokens: int,
+        stall_ns: int,
+        now: int,
+    ) -> Slots:
+        """Serve `key` of `target`; return the already pushed blocks that it does not need."""
         self.match(now)
-        self.key, self.peer, self.pipeline = key, peer, pipeline
+        self.key, self.target, self.pipeline = key, target, pipeline
         self.promised_tokens = tokens
+        self.connection = target.connection
+        self.deadlines = replace(self.deadlines, stall=min(self.deadlines.stall, stall_ns))
+        target.transfers[key] = self
         free: Slots = {}
         for chunk in self.waiting_chunks:
             free = merged(free, pipeline.add(chunk))
         self.waiting_chunks = []
         return free
+
+    def seal(self, aux: bytes, now: int) -> None:
+        """Every block was pushed."""
+        self.sealed, self.aux, self.progress_at = True, aux, now
+        self.story.note(now, "sealed")
 
     def give_up(self) -> Slots:
         """The outcome ended: drop what was not handed over; return the blocks free at once."""
