@@ -66,6 +66,7 @@ class Driver:
         self._accepting: asyncio.Task[None] | None = None
         self._handles: dict[int, Handle] = {}
         self._connections: dict[int, Connection] = {}
+        self._writers: dict[int, asyncio.Task[None]] = {}
         self._connections_made = 0
         self._tasks: dict[asyncio.Task[None], None] = {}  # ordered, so that closing is too
         self._transport_started = False
@@ -167,18 +168,24 @@ class Driver:
 
     async def _drain(self) -> None:
         """End every transfer, then give running writes and the last messages their time."""
-        if self._accepting is not None:
-            self._accepting.cancel()
-        self.router.close(self._host.now())
-        self._settle()
+        self._give_up()
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.close_s):
                 while self._handles:
                     self._moved.clear()
                     await self._moved.wait()
 
+    def _give_up(self) -> None:
+        """Accept nothing more, and end every transfer."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+        if self._router is not None:
+            self._router.close(self._host.now())
+            self._settle()
+
     async def _shut(self) -> None:
         """Close connections and agents; bounded, and also when the owner was cancelled."""
+        self._give_up()
         if self._timer is not None:
             self._timer.cancel()
         if self._pump_soon is not None:
@@ -188,7 +195,9 @@ class Driver:
         if self._connections:
             with suppress(TimeoutError):
                 async with asyncio.timeout(HANG_UP_S):
-                    await self._gone(self._connections)
+                    while self._connections:
+                        self._moved.clear()
+                        await self._moved.wait()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -212,11 +221,6 @@ class Driver:
         while len(self._agents_stopped) < self._transport.agents:
             self._agents_changed.clear()
             await self._agents_changed.wait()
-
-    async def _gone(self, table: dict[int, Connection]) -> None:
-        while table:
-            self._moved.clear()
-            await self._moved.wait()
 
     def _spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
         task = self._loop.create_task(work, name=name)
@@ -375,7 +379,7 @@ class Driver:
         self._connections_made += 1
         number = self._connections_made
         self._connections[number] = Connection(stream)
-        self._spawn(self._serve(number), f"kvferry-connection-{number}")
+        self._writers[number] = self._spawn(self._serve(number), f"kvferry-writer-{number}")
         self._loop.call_later(HANDSHAKE_S, self._handshake_expired, number)
         return number
 
@@ -388,7 +392,7 @@ class Driver:
             text = await connection.run_writer()
         finally:
             reader.cancel()
-            self._connections.pop(number, None)
+            del self._connections[number], self._writers[number]
             self._moved.set()
             self.router.lost(number, text, self._host.now())
             self._settle()
@@ -419,9 +423,9 @@ class Driver:
             self._loop.call_later(HANG_UP_S, self._cut, number)
 
     def _cut(self, number: int) -> None:
-        for task in self._tasks:
-            if task.get_name() == f"kvferry-connection-{number}":
-                task.cancel()
+        writer = self._writers.get(number)
+        if writer is not None:
+            writer.cancel()
 
     def _handshake_expired(self, number: int) -> None:
         if number in self._connections:

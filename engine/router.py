@@ -43,27 +43,29 @@ class Router:
 
     def dialled(self, link: int, connection: int, now: int) -> None:
         """A `Dial` succeeded."""
-        self.target.dialled(link, connection, now)
+        self.target.links.dialled(link, connection)
 
     def dial_failed(self, link: int, text: str, now: int) -> None:
         """A `Dial` failed."""
-        self.target.dial_failed(link, text, now)
+        self.target.links.dial_failed(link, text, now)
 
     def received(self, connection: int, message: wire.AnyMessage, now: int) -> None:
         """A message came; one of a connection that was given up is void."""
-        if self.target.owns(connection):
+        if self.target.links.owns(connection):
             self.target.received(connection, message, now)
         elif self.source.sessions.owns(connection):
             self.source.received(connection, message, now)
 
     def lost(self, connection: int, text: str, now: int) -> None:
         """A connection ended, or broke the protocol's framing."""
-        self.target.lost(connection, text, now)
+        self.target.links.end(connection, "session-lost", text, now)
         self.source.sessions.end(connection, text, now)
 
     def handshake_expired(self, connection: int, now: int) -> None:
         """A connection had its time to become a session."""
-        if not self.target.is_live(connection) and not self.source.sessions.is_live(connection):
+        if not self.target.links.is_live(connection) and not self.source.sessions.is_live(
+            connection
+        ):
             self.lost(connection, "the handshake took too long", now)
 
     def worker_events(self, events: Sequence[Event], now: int) -> None:

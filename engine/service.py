@@ -1,38 +1,35 @@
-"""The public API: an engine, and the two ends of a transfer.
+"""The public API: an engine. The two ends of its transfers are in `handles`.
 
 Thin: it checks what callers give it and forwards to the driver. Two rules: bad input raises
-here, in the caller that made it, and changes nothing; leaving a transfer's scope never waits.
+here, in the caller that made it, and changes nothing; closing never forgets memory that is out.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from .driver import Driver
-from .errors import KvferryError, UsageError
+from .errors import UsageError
+from .handles import Access, Receive, Send, check_spans
 from .host import RealHost
 from .keys import check_request
-from .lease import Evidence
+from .limits import FRAME_BYTES_MAX, OFFER_BYTES_MAX
 from .spans import Span, blocks_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Mapping
     from types import TracebackType
     from typing import Self
 
     from .config import Config
-    from .effects import Received, Sent
     from .keys import Key, Peer
     from .layout import Layout
     from .lease import Slots
     from .ports import CacheFacts, Host, Transport
-    from .router import Router
-    from .transfer import SourceTransfer, TargetTransfer
 
     OnReleased = Callable[[Slots, str], None]
 
@@ -153,11 +150,14 @@ class Engine:
         self._check()
         key.check()
         _check_tokens(tokens, tokens if min_tokens is None else min_tokens)
-        checked = {group: self._check_span(group, span) for group, span in need.items()}
+        checked = check_spans(self._layout, need)
         for group, span in checked.items():
             self._check_need(group, span, tokens)
+        size = sum(len(body) + 16 for span in checked.values() for _, body in span.to_wire())
+        if size > OFFER_BYTES_MAX - FRAME_BYTES_MAX:
+            raise UsageError(f"the need of {key} takes {size} bytes in an offer, too many")
         return Receive(
-            self,
+            self._access(),
             key,
             source,
             checked,
@@ -197,7 +197,7 @@ class Engine:
         released = on_released if facts is None else facts.released
         if released is None:
             raise UsageError("send with tokens needs on_released: it gives your blocks back")
-        return Send(self, request, facts, promised, (match_s, stall_s, total_s), released)
+        return Send(self._access(), request, facts, promised, (match_s, stall_s, total_s), released)
 
     # ------------------------------------------------------------ looking
 
@@ -232,6 +232,9 @@ class Engine:
 
     # ------------------------------------------------------------ checks
 
+    def _access(self) -> Access:
+        return Access(self._open(), self._layout, self._check)
+
     def _open(self) -> Driver:
         assert self._driver is not None
         return self._driver
@@ -248,12 +251,6 @@ class Engine:
         if self._closed:
             raise UsageError(f"engine {name} is closed", code="closed")
 
-    def _check_span(self, group: str, span: Span) -> Span:
-        if not isinstance(span, Span):
-            raise UsageError(f"group {group!r}: a Span is needed, not {type(span).__name__}")
-        self._layout.check_slots(group, span.slots())
-        return span
-
     def _check_need(self, group: str, span: Span, tokens: int) -> None:
         blocks = blocks_for(tokens, self._layout.group(group).tokens_per_block)
         beyond = span.restrict(blocks, max(blocks, 2**31 - 1))
@@ -262,259 +259,6 @@ class Engine:
                 f"group {group!r}: ordinal {int(beyond.ordinals()[0])} is needed, but {tokens} "
                 f"tokens end at ordinal {blocks - 1}"
             )
-
-
-class _Transfer:
-    """What both ends share: an outcome to wait for, a fence to wait for, a way to cancel."""
-
-    def __init__(self, engine: Engine, on_released: OnReleased) -> None:
-        self._engine = engine
-        self._on_released = on_released
-        self._ended = asyncio.Event()
-        self._fenced = asyncio.Event()
-        self._result: Received | Sent | None = None
-        self._error: KvferryError | None = None
-        self._transfer: TargetTransfer | SourceTransfer | None = None
-
-    # The driver's calls.
-
-    def on_ended(self, result: Received | Sent | None, error: KvferryError | None) -> None:
-        """See `driver.Handle`."""
-        self._result, self._error = result, error
-        self._ended.set()
-
-    def on_release(self, slots: Slots, evidence: Evidence) -> None:
-        """See `driver.Handle`."""
-        self._on_released(slots, str(evidence))
-
-    def on_fenced(self) -> None:
-        """See `driver.Handle`."""
-        self._fenced.set()
-
-    # The caller's calls.
-
-    @property
-    def ended(self) -> bool:
-        """True once the outcome is known."""
-        return self._ended.is_set()
-
-    @property
-    def story(self) -> str:
-        """What happened to this transfer so far, for people."""
-        return "not entered" if self._transfer is None else str(self._transfer.story)
-
-    async def released(self) -> None:
-        """Wait until every slot of this transfer is released. Cancelling only stops waiting."""
-        self._entered()
-        await self._fenced.wait()
-
-    async def _wait(self) -> Received | Sent:
-        self._entered()
-        await self._ended.wait()
-        if self._error is not None:
-            # A fresh traceback for each waiter; the error itself is one object.
-            raise self._error.with_traceback(None)
-        assert self._result is not None
-        return self._result
-
-    def _entered(self) -> TargetTransfer | SourceTransfer:
-        if self._transfer is None:
-            raise UsageError("enter the transfer first: `async with ... as transfer:`")
-        return self._transfer
-
-    def _enter(self, start: Callable[[Router, int], TargetTransfer | SourceTransfer]) -> None:
-        if self._transfer is not None:
-            raise UsageError("a transfer can be entered once")
-        self._engine._check()
-        driver = self._engine._open()
-        # `begin` may call back before it returns: the transfer is known from inside `start`.
-
-        def remember(router: Router, now: int) -> TargetTransfer | SourceTransfer:
-            self._transfer = start(router, now)
-            return self._transfer
-
-        driver.begin(remember, self)
-
-
-class Receive(_Transfer):
-    """The target's end of one transfer. Made by `Engine.receive`.
-
-    `async with` offers the slots; leaving early cancels and never waits. `await` gives `Received`
-    or raises Refused, PeerLost, Failed, Cancelled, TimedOut; cancelling the await only stops
-    waiting.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        key: Key,
-        source: Peer,
-        need: Mapping[str, Span],
-        tokens: int,
-        min_tokens: int,
-        priority: int,
-        deadlines_s: tuple[float | None, float | None, float | None],
-        on_released: OnReleased,
-    ) -> None:
-        super().__init__(engine, on_released)
-        self.key = key
-        self._source = source
-        self._need = need
-        self._tokens = tokens
-        self._min_tokens = min_tokens
-        self._priority = priority
-        self._deadlines_s = deadlines_s
-
-    async def __aenter__(self) -> Self:
-        """Offer. Raises Busy, UsageError; nothing was started and no slot is lent then."""
-
-        def start(router: Router, now: int) -> TargetTransfer:
-            return router.target.receive(
-                self.key,
-                self._source,
-                self._need,
-                self._tokens,
-                self._min_tokens,
-                router.deadlines(*self._deadlines_s),
-                self._priority,
-                now,
-            )
-
-        self._enter(start)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self.ended:
-            self.cancel("its scope was left" if error is None else f"its scope raised {error!r}")
-
-    def __await__(self) -> Generator[object, None, Received]:
-        return cast("Generator[object, None, Received]", self._wait().__await__())
-
-    def cancel(self, reason: str) -> None:
-        """End it, in any state; never waits. Idempotent. The slots follow with evidence."""
-        number = self._entered().number
-        driver = self._engine._open()
-        driver.do(lambda router, now: router.target.cancel(number, reason, now))
-
-
-class Send(_Transfer):
-    """The source's end of one transfer. Made by `Engine.send`.
-
-    `async with` registers it; `push` or `advance` as blocks become ready; `finish` seals. Leaving
-    before `finish` cancels, leaving after it does not; leaving never waits. `await` gives `Sent`
-    or raises as `Receive` does; cancelling the await only stops waiting.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        request: str,
-        facts: CacheFacts | None,
-        tokens: int,
-        deadlines_s: tuple[float | None, float | None, float | None],
-        on_released: OnReleased,
-    ) -> None:
-        super().__init__(engine, on_released)
-        self.request = request
-        self._facts = facts
-        self._tokens = tokens
-        self._tokens_ready = 0
-        self._sealed = False
-        self._deadlines_s = deadlines_s
-
-    async def __aenter__(self) -> Self:
-        """Register. Raises Busy, UsageError; nothing was started then."""
-
-        def start(router: Router, now: int) -> SourceTransfer:
-            return router.source.send(
-                self.request, self._tokens, router.deadlines(*self._deadlines_s), now
-            )
-
-        self._enter(start)
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._sealed and not self.ended:
-            self.cancel("its scope was left before finish" if error is None else f"{error!r}")
-
-    def __await__(self) -> Generator[object, None, Sent]:
-        return cast("Generator[object, None, Sent]", self._wait().__await__())
-
-    def push(self, chunk: Mapping[str, Span]) -> None:
-        """These blocks are ready: {group: span of source slots}. Never waits.
-
-        From now until they come back by `on_released` they stay readable and unchanged. After
-        the outcome has ended they come back at once. Raises UsageError for slots outside the
-        pool, ordinals that were pushed before, and after `finish`; nothing was taken then.
-        """
-        number = self._entered().number
-        engine = self._engine
-        checked = {group: engine._check_span(group, span) for group, span in chunk.items()}
-        taken = True
-
-        def push(router: Router, now: int) -> None:
-            nonlocal taken
-            taken = router.source.push(number, checked, now)
-
-        engine._open().do(push)
-        if not taken and checked:
-            slots = {group: span.slots() for group, span in checked.items()}
-            self._on_released(slots, str(Evidence.NEVER_EXPOSED))
-
-    def advance(self, tokens: int) -> None:
-        """Tokens [0, `tokens`) are computed: read the facts of the new blocks, and push them.
-
-        Monotone. An unfinished last block follows with the advance that reaches the promised
-        tokens. Raises UsageError without facts, backwards, beyond the promise.
-        """
-        self._entered()
-        if self._facts is None:
-            raise UsageError("advance needs facts: engine.send(request, facts)")
-        if not self._tokens_ready <= tokens <= self._tokens:
-            raise UsageError(
-                f"send {self.request}: advance to {tokens}, was at {self._tokens_ready} of "
-                f"{self._tokens}"
-            )
-        layout = self._engine._layout
-        chunk: dict[str, Span] = {}
-        for group in layout.groups:
-            first = self._blocks_ready(self._tokens_ready, group.tokens_per_block)
-            stop = self._blocks_ready(tokens, group.tokens_per_block)
-            if stop > first:
-                chunk[group.name] = self._facts.extract(group.name, first, stop)
-        self.push(chunk)
-        self._tokens_ready = tokens
-
-    def _blocks_ready(self, tokens: int, tokens_per_block: int) -> int:
-        if tokens == self._tokens:
-            return blocks_for(tokens, tokens_per_block)
-        return tokens // tokens_per_block
-
-    def finish(self, aux: bytes = b"") -> None:
-        """Everything was pushed: seal. `aux` (at most 64 KiB) travels to the target with done.
-
-        Never waits. Raises UsageError for a second finish or too much aux.
-        """
-        number = self._entered().number
-        driver = self._engine._open()
-        driver.do(lambda router, now: router.source.finish(number, aux, now))
-        self._sealed = True
-
-    def cancel(self, reason: str) -> None:
-        """End it, in any state; never waits. Idempotent. The blocks follow with evidence."""
-        number = self._entered().number
-        driver = self._engine._open()
-        driver.do(lambda router, now: router.source.cancel(number, reason, now))
 
 
 def _check_tokens(tokens: int, min_tokens: int) -> None:

@@ -1,24 +1,21 @@
 """The target's side: offers its slots to sources, and takes them back with evidence.
 
-Pure. One `Link` per source that is spoken to, with the session it has now and every transfer
-whose slots are still lent. Two rules: slots are offered only over a live session and exposed only
-to one incarnation, and only that incarnation's word is evidence for them.
+Pure. Two rules: slots are offered only over a live session and exposed only to one incarnation,
+and only that incarnation's word is evidence for them.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from . import wire
-from .context import nanoseconds
-from .effects import Dial, Ended, Fenced, HangUp, Received, Release, Report, Transmit
+from .effects import Ended, Fenced, Received, Release, Report, Transmit
 from .errors import Busy, Cancelled, Failed, KvferryError, PeerLost, Refused, TimedOut, UsageError
 from .lease import Evidence
-from .limits import REDIAL_DELAY_MAX_S, REDIAL_DELAY_MIN_S, UNSETTLED_KEYS_MAX
-from .session import SessionMachine, SessionRefused, TargetPermit
+from .limits import UNSETTLED_KEYS_MAX
 from .spans import blocks_for
+from .target_links import TargetLinks
 from .transfer import TargetTransfer
 from .transitions import Lease, LeaseEvent, Outcome, OutcomeEvent
 
@@ -28,6 +25,7 @@ if TYPE_CHECKING:
     from .context import Context
     from .keys import Key, Peer
     from .spans import Span
+    from .target_links import Link
     from .transfer import Deadlines
 
 _ENDINGS = {
@@ -38,35 +36,13 @@ _ENDINGS = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class Link:
-    """One source, as this target knows it."""
-
-    number: int
-    peer: Peer
-    transfers: dict[Key, TargetTransfer] = field(default_factory=dict)
-    connection: int | None = None
-    session: SessionMachine | None = None
-    permit: TargetPermit | None = None
-    dialling: bool = False
-    redial_at: int | None = None
-    redial_delay_ns: int = 0
-
-    @property
-    def live(self) -> bool:
-        """True while transfers may be offered."""
-        return self.session is not None and self.session.live
-
-
 class TargetSide:
     """Every receive of this engine."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._emit = context.emit
-        self._links: dict[Peer, Link] = {}
-        self._by_number: dict[int, Link] = {}
-        self._by_connection: dict[int, Link] = {}
+        self.links = TargetLinks(context, self._begin, self._lose)
         self._transfers: dict[int, tuple[Link, TargetTransfer]] = {}
         self.messages_ignored = 0
 
@@ -92,25 +68,21 @@ class TargetSide:
                 key=key,
                 peer=peer.name,
             )
-        link = self._links.get(peer)
-        if link is not None and key in link.transfers:
+        known = self.links.find(peer)
+        if known is not None and key in known.transfers:
             raise UsageError(
                 f"key {key} is already in use with {peer.name}, or its slots are not released "
                 "yet: use a higher attempt",
                 key=key,
             )
-        if link is None:
-            link = Link(next(self._context.numbers), peer)
-            self._links[peer] = self._by_number[link.number] = link
         number = next(self._context.numbers)
         transfer = TargetTransfer(number, key, need, tokens, min_tokens, deadlines, priority, now)
+        link = self.links.need(peer)
         link.transfers[key] = transfer
         self._transfers[number] = (link, transfer)
         self._context.remind(transfer.deadline())
         if link.live:
             self._offer(link, transfer, now)
-        else:
-            self._dial(link)
         return transfer
 
     def cancel(self, number: int, reason: str, now: int) -> None:
@@ -127,94 +99,26 @@ class TargetSide:
         )
         self._end(link, transfer, OutcomeEvent.CANCEL, error, now, tell=reason)
 
-    # ------------------------------------------------------------ connections
-
-    def owns(self, connection: int) -> bool:
-        """True when this connection was dialled by this side."""
-        return connection in self._by_connection
-
-    def is_live(self, connection: int) -> bool:
-        """True when this connection has become a session."""
-        link = self._by_connection.get(connection)
-        return link is not None and link.live
-
-    def dialled(self, number: int, connection: int, now: int) -> None:
-        """A connection to a link's source is up."""
-        link = self._by_number.get(number)
-        if link is None or not link.dialling:
-            self._emit(HangUp(connection, "nothing needs this connection any more"))
-            return
-        link.dialling = False
-        link.connection = connection
-        link.session = SessionMachine(
-            "target",
-            self._context.introduction(link.peer.name),
-            self._context.entropy(16),
-            link.peer.name,
-        )
-        self._by_connection[connection] = link
-        for message in link.session.start():
-            self._emit(Transmit(connection, message))
-
-    def dial_failed(self, number: int, text: str, now: int) -> None:
-        """A link's source can't be reached."""
-        link = self._by_number.get(number)
-        if link is not None and link.dialling:
-            link.dialling = False
-            self._fail_all(link, "unreachable", text, now)
-            self._rest(link, now)
-
-    def lost(self, connection: int, text: str, now: int) -> None:
-        """A connection ended."""
-        link = self._by_connection.get(connection)
-        if link is not None:
-            self._end_session(link, "session-lost", text, now)
+    # ------------------------------------------------------------ sessions
 
     def received(self, connection: int, message: wire.AnyMessage, now: int) -> None:
         """A message came on one of this side's connections."""
-        link = self._by_connection[connection]
-        session = link.session
-        assert session is not None
-        if not session.live or isinstance(message, wire.Goodbye | wire.Refuse):
-            self._shake_hands(link, session, message, now)
+        link = self.links.received(connection, message, now)
+        if link is None:
             return
         match message:
-            case wire.Renew():
-                assert link.permit is not None
-                self._emit(Transmit(connection, link.permit.receive(message, now)))
             case wire.Moving() | wire.Done() | wire.Failed() | wire.Drained():
-                self._hear(link, session, message, now)
+                self._hear(link, message, now)
             case _:
                 self.messages_ignored += 1
 
-    def _shake_hands(
-        self, link: Link, session: SessionMachine, message: wire.AnyMessage, now: int
-    ) -> None:
+    def _begin(self, link: Link, now: int) -> None:
+        """A session has begun: ask for what a lost one left, then offer."""
         assert link.connection is not None
-        was_live = session.live
-        try:
-            answers = session.receive(message)
-        except SessionRefused as refused:
-            if refused.refusal is not None:
-                self._emit(Transmit(link.connection, refused.refusal))
-            code = "session-lost" if was_live else f"refused-{refused.code}"
-            self._end_session(link, code, refused.text, now)
-            return
-        for answer in answers:
-            self._emit(Transmit(link.connection, answer))
-        if session.live and not was_live:
-            self._begin(link, session, now)
-
-    def _begin(self, link: Link, session: SessionMachine, now: int) -> None:
-        """The session is live: ask for what a lost one left, then offer."""
-        assert link.connection is not None
-        link.redial_delay_ns = 0
-        link.permit = TargetPermit(nanoseconds(self._context.config.permit_ttl_s), now)
-        self._context.remind(link.permit.runs_out_at)
         unsettled = [
-            t.key
-            for t in link.transfers.values()
-            if t.lent and t.exposed_to == session.peer_incarnation
+            transfer.key
+            for transfer in link.transfers.values()
+            if transfer.lent and transfer.exposed_to == link.incarnation
         ]
         for start in range(0, len(unsettled), UNSETTLED_KEYS_MAX):
             part = unsettled[start : start + UNSETTLED_KEYS_MAX]
@@ -223,19 +127,39 @@ class TargetSide:
             if transfer.lease.state is Lease.GRANTED:
                 self._offer(link, transfer, now)
 
+    def _lose(self, link: Link, code: str, text: str, now: int) -> None:
+        """A link has no session: its transfers fail, and slots that are out are quarantined."""
+        for transfer in list(link.transfers.values()):
+            kind = Refused if code.startswith("refused") else PeerLost
+            error = kind(
+                f"receive {transfer.key}: {link.peer.name} at {link.peer.address}: {text}",
+                key=transfer.key,
+                peer=link.peer.name,
+                by="peer",
+                code=code,
+                retry_safe=kind is PeerLost,
+            )
+            if not transfer.ended:
+                self._end(link, transfer, OutcomeEvent.FAIL, error, now)
+            if transfer.lose(now):
+                self._emit(
+                    Report(
+                        logging.WARNING,
+                        f"{transfer.lease.slots_held} slots of {transfer.key} are quarantined: "
+                        f"{link.peer.name} is lost ({text}) and may still write to them",
+                    )
+                )
+
     # ------------------------------------------------------------ transfers
 
     def _offer(self, link: Link, transfer: TargetTransfer, now: int) -> None:
-        assert link.session is not None
         assert link.connection is not None
-        assert link.permit is not None
-        session, permit = link.session, link.permit
+        incarnation = link.incarnation
 
         def gate() -> bool:
-            return transfer.expose(session.peer_incarnation, now)
+            return transfer.expose(incarnation, now)
 
-        permit.expect(now)
-        self._context.remind(permit.runs_out_at)
+        self.links.expect(link, now)
         offer = wire.Offer(
             key=transfer.key,
             tokens=transfer.tokens,
@@ -251,12 +175,11 @@ class TargetSide:
     def _hear(
         self,
         link: Link,
-        session: SessionMachine,
         message: wire.Moving | wire.Done | wire.Failed | wire.Drained,
         now: int,
     ) -> None:
         transfer = link.transfers.get(message.key)
-        if transfer is None or not transfer.lent or transfer.exposed_to != session.peer_incarnation:
+        if transfer is None or not transfer.lent or transfer.exposed_to != link.incarnation:
             self.messages_ignored += 1
             return
         match message:
@@ -374,59 +297,6 @@ class TargetSide:
         self._emit(Release(transfer.number, slots, evidence))
         self._emit(Fenced(transfer.number))
 
-    # ------------------------------------------------------------ losing and finding a source
-
-    def _dial(self, link: Link) -> None:
-        if link.connection is None and not link.dialling:
-            link.dialling = True
-            link.redial_at = None
-            self._emit(Dial(link.number, link.peer))
-
-    def _end_session(self, link: Link, code: str, text: str, now: int) -> None:
-        assert link.connection is not None
-        assert link.session is not None
-        self._emit(HangUp(link.connection, text))
-        link.session.end()
-        del self._by_connection[link.connection]
-        link.connection = link.session = link.permit = None
-        self._fail_all(link, code, text, now)
-        self._rest(link, now)
-
-    def _fail_all(self, link: Link, code: str, text: str, now: int) -> None:
-        for transfer in list(link.transfers.values()):
-            kind = Refused if code.startswith("refused") else PeerLost
-            error = kind(
-                f"receive {transfer.key}: {link.peer.name} at {link.peer.address}: {text}",
-                key=transfer.key,
-                peer=link.peer.name,
-                by="peer",
-                code=code,
-                retry_safe=kind is PeerLost,
-            )
-            if not transfer.ended:
-                self._end(link, transfer, OutcomeEvent.FAIL, error, now)
-            quarantined_before = transfer.lease.state is Lease.QUARANTINED
-            transfer.lose(now)
-            if transfer.lease.state is Lease.QUARANTINED and not quarantined_before:
-                self._emit(
-                    Report(
-                        logging.WARNING,
-                        f"{transfer.lease.slots_held} slots of {transfer.key} are quarantined: "
-                        f"{link.peer.name} is lost ({text}) and may still write to them",
-                    )
-                )
-
-    def _rest(self, link: Link, now: int) -> None:
-        """No session: forget the source, or come back for evidence after a growing delay."""
-        if not link.transfers:
-            del self._links[link.peer], self._by_number[link.number]
-            return
-        delay_max = nanoseconds(REDIAL_DELAY_MAX_S)
-        delay = link.redial_delay_ns * 2 or nanoseconds(REDIAL_DELAY_MIN_S)
-        link.redial_delay_ns = min(delay, delay_max)
-        link.redial_at = now + link.redial_delay_ns
-        self._context.remind(link.redial_at)
-
     # ------------------------------------------------------------ time
 
     def tick(self, now: int) -> None:
@@ -444,28 +314,14 @@ class TargetSide:
                     retry_safe=True,
                 )
                 self._end(link, transfer, OutcomeEvent.EXPIRE, error, now, tell=str(error))
-        for link in list(self._by_number.values()):
-            if link.redial_at is not None and now >= link.redial_at:
-                self._dial(link)
-            elif link.permit is not None and now >= link.permit.runs_out_at and self._lends(link):
-                self._end_session(link, "permit", "it went silent: its permit ran out", now)
+        self.links.tick(now)
 
     def reminders(self) -> Iterator[int]:
         """Every moment at which `tick` has something to do."""
         for _, transfer in self._transfers.values():
             if not transfer.ended:
                 yield transfer.deadline()
-        for link in self._by_number.values():
-            if link.redial_at is not None:
-                yield link.redial_at
-            elif link.permit is not None and self._lends(link):
-                yield link.permit.runs_out_at
-
-    def _lends(self, link: Link) -> bool:
-        """True while this session's incarnation holds a lease: its silence counts."""
-        assert link.session is not None
-        incarnation = link.session.peer_incarnation
-        return any(t.lent and t.exposed_to == incarnation for t in link.transfers.values())
+        yield from self.links.reminders()
 
     # ------------------------------------------------------------ ending and looking
 
@@ -473,9 +329,7 @@ class TargetSide:
         """Cancel every receive, and say goodbye."""
         for number in list(self._transfers):
             self.cancel(number, "the engine closes", now)
-        for link in list(self._by_number.values()):
-            if link.live and link.connection is not None:
-                self._emit(Transmit(link.connection, wire.Goodbye("the engine closes")))
+        self.links.close()
 
     @property
     def slots_lent(self) -> int:
@@ -493,9 +347,8 @@ class TargetSide:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the tables contradict each other."""
-        held = {number for number, _ in self._transfers.items()}
-        linked = {t.number for link in self._by_number.values() for t in link.transfers.values()}
-        assert held == linked, f"transfers {held ^ linked} are in one table only"
+        linked = {t.number for link in self.links.all() for t in link.transfers.values()}
+        assert self._transfers.keys() == linked, "a transfer is in one table only"
         for link, transfer in self._transfers.values():
             assert not transfer.lease.fenced, f"{transfer.story} is fenced and still in a table"
             assert transfer.ended or transfer.lease.state in (Lease.GRANTED, Lease.IN_USE)

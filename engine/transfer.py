@@ -145,13 +145,15 @@ class TargetTransfer(_Transfer):
         self.story.note(now, f"offered to {incarnation}")
         return True
 
-    def lose(self, now: int) -> None:
-        """The session that the source's word would come from is gone."""
+    def lose(self, now: int) -> bool:
+        """The session that evidence would come from is gone; True when slots are out now."""
         if self.lease.state is Lease.IN_USE:
             self.lease.handle(LeaseEvent.END)
-        if self.lease.state is Lease.DRAINING:
-            self.lease.handle(LeaseEvent.LOSE)
-            self.story.note(now, "quarantined: no evidence for now")
+        if self.lease.state is not Lease.DRAINING:
+            return False
+        self.lease.handle(LeaseEvent.LOSE)
+        self.story.note(now, "quarantined: no evidence for now")
+        return True
 
     @property
     def lent(self) -> bool:

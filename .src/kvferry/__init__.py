@@ -21,9 +21,10 @@ from .engine.errors import (
     TimedOut,
     UsageError,
 )
+from .engine.handles import Receive, Send
 from .engine.keys import Key, Peer
 from .engine.layout import Axis, Group, Layout, Pool, Tensor
-from .engine.service import Engine, Receive, Send, Stats
+from .engine.service import Engine, Stats
 from .engine.spans import Run, Span
 
 if TYPE_CHECKING:
