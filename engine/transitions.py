@@ -170,7 +170,6 @@ WRITE: Mapping[tuple[Write, WriteEvent], Write] = {
     (Write.HANDED, WriteEvent.POST): Write.POSTED,
     (Write.HANDED, WriteEvent.COMPLETE): Write.DONE,
     (Write.HANDED, WriteEvent.FAIL): Write.FAILED,
-    (Write.HANDED, WriteEvent.DOUBT): Write.IN_DOUBT,
     (Write.HANDED, WriteEvent.DROP): Write.DROPPED,
     (Write.POSTED, WriteEvent.COMPLETE): Write.DONE,
     (Write.POSTED, WriteEvent.FAIL): Write.FAILED,
