@@ -214,10 +214,13 @@ class SourceSide:
             raise _refused("ended", f"attempt {grave.attempt} has ended: {grave.reason}")
         if self._offers.get(key) is not None or key in target.transfers:
             raise _refused("duplicate", "the key was offered before")
-        for waiting in self._offers.of_request(key.request):
-            other = waiting.offer.key
+        rivals = [waiting.offer.key for waiting in self._offers.of_request(key.request)]
+        send = self._sends.get(key.request)
+        if send is not None and send.key is not None:
+            rivals.append(send.key)
+        for other in rivals:
             if other.branch == key.branch and other.attempt > key.attempt:
-                raise _refused("superseded", f"attempt {other.attempt} waits already")
+                raise _refused("superseded", f"attempt {other.attempt} of it is here already")
         if self._offers.full_for(target):
             raise Busy("too many offers of this target wait already", retry_after_s=1.0)
 
@@ -261,11 +264,11 @@ class SourceSide:
             transfer.drained_asked = True
             self._cancel(transfer, reason, now, by_peer=target.name)
             return
-        if self._ended.find(key) is not None:
-            return  # the key was answered before: by Done, Failed or a refusal
         waiting = self._offers.get(key)
         if waiting is not None and waiting.target is target:
             self._offers.drop(waiting)
+        elif self._ended.find(key) is not None:
+            return  # the key was answered before: by Done, Failed or a refusal
         send = self._sends.get(key.request)
         self._ended.bury(key, reason[:200], now, unheard=send is None)
         self.sessions.tell(target, wire.Drained(key), key)
