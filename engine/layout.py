@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 import msgspec
 import numpy as np
 
+from .boxes import Box, fold
 from .errors import UsageError
 from .ports import MemoryKind, Region
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -277,43 +278,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return bounds
 
 
-# ---------------------------------------------------------------- box arithmetic
-
-
-def fold(
-    item_bytes: int, axes: Iterable[tuple[int, int, int]]
-) -> tuple[int, list[tuple[int, int, int]]]:
-    """Fold a box into its longest runs contiguous on two sides.
-
-    axes: (extent, source stride, target stride), any order.
-    Returns the bytes of one run and the axes that remain, outermost on the source first: there
-    is one run at each of their index combinations.
-    """
-    length = item_bytes
-    outer = sorted(
-        (axis for axis in axes if axis[0] > 1), key=lambda axis: (axis[1], axis[2]), reverse=True
-    )
-    folded = True
-    while folded:
-        folded = False
-        for axis in outer:
-            if axis[1] == axis[2] == length:
-                length *= axis[0]
-                outer.remove(axis)
-                folded = True
-                break
-    return length, outer
-
-
-def spread(axes: Iterable[tuple[int, int]]) -> Int64Array:
-    """The offset of every index combination of (extent, stride) axes: int64[product]."""
-    offsets = np.zeros(1, dtype=np.int64)
-    for extent, stride in axes:
-        steps = np.arange(extent, dtype=np.int64) * stride
-        offsets = (offsets[:, None] + steps[None, :]).ravel()
-    return offsets
-
-
 # ---------------------------------------------------------------- validation
 
 
@@ -451,27 +415,26 @@ def _check_aliases(where: str, tensors: Sequence[Tensor]) -> None:
     ordered = sorted(tensors, key=lambda tensor: tensor.offset)
     if all(one.stop <= two.offset for one, two in itertools.pairwise(ordered)):
         return
-    begins, ends = [], []
-    fragments = 0
-    for tensor in ordered:  # interleaved: compare byte range by byte range
-        length, outer = fold(
-            tensor.item_bytes, [(a.extent, a.stride, a.stride) for a in tensor.axes]
+    boxes = [
+        Box(
+            t.offset,
+            t.offset,
+            *fold(t.item_bytes, [(a.extent, a.stride, a.stride) for a in t.axes]),
         )
-        fragments += math.prod(axis[0] for axis in outer)
-        if fragments > FRAGMENTS_PER_BLOCK_MAX:
-            raise UsageError(
-                f"{where}: interleaved tensors have more than {FRAGMENTS_PER_BLOCK_MAX} "
-                "fragments per block"
-            )
-        begin = tensor.offset + spread([axis[:2] for axis in outer])
-        begins.append(begin)
-        ends.append(begin + length)
-    begin, end = np.concatenate(begins), np.concatenate(ends)
+        for t in ordered
+    ]
+    if sum(box.count for box in boxes) > FRAGMENTS_PER_BLOCK_MAX:
+        raise UsageError(
+            f"{where}: interleaved tensors have more than {FRAGMENTS_PER_BLOCK_MAX} fragments "
+            "per block"
+        )
+    begin = np.concatenate([box.fragments().source for box in boxes])
+    end = begin + np.repeat([box.length for box in boxes], [box.count for box in boxes])
     order = np.argsort(begin, kind="stable")
     shared = np.flatnonzero(begin[order][1:] < end[order][:-1])
     if shared.size:
-        owner = np.repeat(np.arange(len(ordered)), [part.size for part in begins])[order]
-        one, two = ordered[owner[shared[0]]], ordered[owner[shared[0] + 1]]
+        owners = np.repeat(np.arange(len(boxes)), [box.count for box in boxes])[order]
+        one, two = ordered[owners[shared[0]]], ordered[owners[shared[0] + 1]]
         raise UsageError(
             f"{where}: {one} (offset {one.offset}) and {two} (offset {two.offset}) share byte "
             f"{int(begin[order][shared[0] + 1])} of each slot"

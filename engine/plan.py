@@ -13,14 +13,14 @@ spread over tensors; head, token and dim ranges and the block size must be equal
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from .boxes import Box, Fragments, fold, join
 from .errors import InternalError, Refused, UsageError
-from .layout import AXIS_NAMES, FRAGMENTS_PER_BLOCK_MAX, Group, Layout, Pool, Tensor, fold, spread
+from .layout import AXIS_NAMES, FRAGMENTS_PER_BLOCK_MAX, Group, Layout, Pool, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,18 +153,18 @@ def make_template(
     for field in ("kind", "tokens_per_block", "window"):
         _require_equal(where, field, getattr(ours, field), getattr(theirs, field))
     holdings = _Holdings(ours)
-    pieces: dict[tuple[str, str], list[_Fragments]] = {}
+    pieces: dict[tuple[str, str], list[Fragments]] = {}
     fragments = 0
     for tensor in theirs.tensors:
         for match in _sources_of(tensor, holdings, where):
-            box = _Box.between(match, tensor)
+            box = _intersect(match, tensor)
             fragments += box.count
             if fragments > FRAGMENTS_PER_BLOCK_MAX:
                 raise _misfit(f"{where}: more than {FRAGMENTS_PER_BLOCK_MAX} fragments per block")
             pieces.setdefault((match.pool, tensor.pool), []).append(box.fragments())
     if not pieces:
         raise _misfit(f"{where}: nothing to copy: no tensor of the target has a source")
-    joined = {pair: _join(_concatenate(parts)) for pair, parts in pieces.items()}
+    joined = {pair: join(parts) for pair, parts in pieces.items()}
     template = Template(
         source_group=ours.name,
         target_group=theirs.name,
@@ -224,7 +224,7 @@ def _sources_of(tensor: Tensor, holdings: _Holdings, where: str) -> list[Tensor]
                     f"{at}: axis {axis!r} covers {_show(match.range(axis))} at the source and "
                     f"{_show(tensor.range(axis))} at the target, must be equal"
                 )
-        held += _Box.between(match, tensor).bytes
+        held += _intersect(match, tensor).bytes
     if held != tensor.block_bytes:
         raise _misfit(_shortfall(where, tensor, holdings))
     return matches
@@ -244,12 +244,6 @@ def _shortfall(where: str, tensor: Tensor, holdings: _Holdings) -> str:
     return f"{where}: {tensor} is not all held by the source: {held}"
 
 
-def _overlap(one: Tensor, two: Tensor, axis: AxisName) -> tuple[int, int] | None:
-    (one_start, one_stop), (two_start, two_stop) = one.range(axis), two.range(axis)
-    start, stop = max(one_start, two_start), min(one_stop, two_stop)
-    return (start, stop) if start < stop else None
-
-
 def _require_equal(where: str, field: str, ours: Any, theirs: Any) -> None:
     if ours != theirs:
         raise _misfit(f"{where}: {field} is {ours!r} at the source and {theirs!r} at the target")
@@ -263,77 +257,26 @@ def _show(bounds: tuple[int, int]) -> str:
     return f"{bounds[0]}..{bounds[1] - 1}"
 
 
-# ---------------------------------------------------------------- fragments of one block
-
-
-class _Fragments(NamedTuple):
-    """Offsets into a slot on both sides: three int64[f]."""
-
-    source: Int64Array
-    target: Int64Array
-    lengths: Int64Array
-
-
-@dataclass(frozen=True, slots=True)
-class _Box:
-    """What two tensors share, folded: `length` bytes at every index of `outer`."""
-
-    source_offset: int
-    target_offset: int
-    length: int
-    outer: list[tuple[int, int, int]]
-
-    @classmethod
-    def between(cls, source: Tensor, target: Tensor) -> _Box:
-        """Intersect two tensors that overlap on every axis."""
-        source_offset, target_offset = source.offset, target.offset
-        axes = []
-        for axis in AXIS_NAMES:
-            shared = _overlap(source, target, axis)
-            assert shared is not None, "only overlapping tensors are intersected"
-            source_stride, target_stride = source.stride(axis), target.stride(axis)
-            source_offset += (shared[0] - source.range(axis)[0]) * source_stride
-            target_offset += (shared[0] - target.range(axis)[0]) * target_stride
-            axes.append((shared[1] - shared[0], source_stride, target_stride))
-        return cls(source_offset, target_offset, *fold(source.item_bytes, axes))
-
-    @property
-    def count(self) -> int:
-        """The number of fragments."""
-        return math.prod(axis[0] for axis in self.outer)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all fragments."""
-        return self.length * self.count
-
-    def fragments(self) -> _Fragments:
-        """Every fragment, in the order of the outer axes."""
-        return _Fragments(
-            self.source_offset + spread([(extent, stride) for extent, stride, _ in self.outer]),
-            self.target_offset + spread([(extent, stride) for extent, _, stride in self.outer]),
-            np.full(self.count, self.length, dtype=np.int64),
-        )
-
-
-def _concatenate(parts: Sequence[_Fragments]) -> _Fragments:
-    return _Fragments(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-
-
-def _join(fragments: _Fragments) -> _Fragments:
-    """Sort by source offset and join neighbours that touch on both sides."""
-    order = np.argsort(fragments.source, kind="stable")
-    source, target, lengths = (array[order] for array in fragments)
-    apart = (source[:-1] + lengths[:-1] != source[1:]) | (target[:-1] + lengths[:-1] != target[1:])
-    begins = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    return _Fragments(source[begins], target[begins], np.add.reduceat(lengths, begins))
+def _intersect(source: Tensor, target: Tensor) -> Box:
+    """What two tensors that overlap on every axis share."""
+    source_offset, target_offset = source.offset, target.offset
+    axes = []
+    for axis in AXIS_NAMES:
+        (source_low, source_high), (low, high) = source.range(axis), target.range(axis)
+        start, stop = max(source_low, low), min(source_high, high)
+        assert start < stop, f"{source} and {target} don't overlap on axis {axis!r}"
+        source_stride, target_stride = source.stride(axis), target.stride(axis)
+        source_offset += (start - source_low) * source_stride
+        target_offset += (start - low) * target_stride
+        axes.append((stop - start, source_stride, target_stride))
+    return Box(source_offset, target_offset, *fold(source.item_bytes, axes))
 
 
 def _stack(
-    joined: dict[tuple[str, str], _Fragments], source: Layout, target: Layout
+    joined: dict[tuple[str, str], Fragments], source: Layout, target: Layout
 ) -> tuple[_Stack, ...]:
     """Put pool pairs of one route, fragment count and density together, by source address."""
-    alike: dict[tuple[Route, int, bool], list[tuple[Pool, Pool, _Fragments]]] = {}
+    alike: dict[tuple[Route, int, bool], list[tuple[Pool, Pool, Fragments]]] = {}
     for (source_name, target_name), part in joined.items():
         ours, theirs = source.pool(source_name), target.pool(target_name)
         route = Route(ours.memory, ours.device, theirs.memory, theirs.device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,9 +46,10 @@ class Case:
 def draw_box(draw: st.DrawFn, ranges: Ranges, item: int) -> tuple[list[tuple[str, int]], int]:
     """Random storage order and padding: ((axis, stride) outermost first, bytes in all)."""
     order = draw(st.permutations(NAMES))
+    padding = draw(st.sampled_from(((0,), (0, 0, 0, 1, 4))))
     strides, reach = [], item
     for name in reversed(order):
-        stride = reach + draw(st.sampled_from((0, 0, 0, 1, 4)))
+        stride = reach + draw(st.sampled_from(padding))
         strides.append((name, stride))
         low, high = ranges[name]
         reach += (high - low - 1) * stride
@@ -113,6 +115,16 @@ def draw_side(draw: st.DrawFn, base: int, roles: dict[str, tuple[Ranges, int, bo
     return Side(Layout(tuple(pools), (group,)).check(), address - base + 7)
 
 
+def mirrored(draw: st.DrawFn, layout: Layout) -> Side:
+    """The same storage at other addresses, with other slot counts."""
+    pools, address = [], TARGET_BASE
+    for pool in layout.pools:
+        address += draw(st.integers(0, 5))
+        pools.append(msgspec.structs.replace(pool, address=address, slots=draw(st.integers(5, 8))))
+        address = pools[-1].stop
+    return Side(Layout(tuple(pools), layout.groups).check(), address - TARGET_BASE + 7)
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     token = (0, draw(st.integers(1, 3)))
@@ -136,7 +148,10 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):  # the target could take this, but no source has it
         target_roles["draft"] = ({**target_roles["kv"][0]}, 1, True)
     source = draw_side(draw, SOURCE_BASE, source_roles)
-    target = draw_side(draw, TARGET_BASE, target_roles)
+    if draw(st.booleans()):
+        target = draw_side(draw, TARGET_BASE, target_roles)
+    else:  # equal storage, the usual case, and the one where whole blocks merge
+        target = mirrored(draw, source.layout)
     return Case(source, target, draw(spans(source.layout)), draw(spans(target.layout)))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.adapters.torch_layout import paged_layout
 from kvferry.engine.errors import UsageError
-from kvferry.engine.layout import Axis, Group, Layout, Pool, Tensor, fold, spread
+from kvferry.engine.layout import Axis, Group, Layout, Pool, Tensor
 from kvferry.engine.ports import Region
 
 replace = msgspec.structs.replace
@@ -192,18 +192,6 @@ def test_fingerprint_is_of_what_is_held_not_where() -> None:
     ]
     for layout in different:
         assert layout.check().fingerprint() != LAYOUT.fingerprint()
-
-
-def test_fold_takes_the_longest_run_of_both_sides() -> None:
-    assert fold(2, [(4, 16, 16), (8, 2, 2)]) == (64, [])
-    assert fold(2, [(4, 16, 20), (8, 2, 2)]) == (16, [(4, 16, 20)])
-    assert fold(2, [(8, 2, 2), (4, 16, 16), (3, 64, 100), (1, 999, 0)]) == (64, [(3, 64, 100)])
-    assert fold(2, [(4, 16, 64), (2, 64, 16), (8, 2, 2)]) == (16, [(2, 64, 16), (4, 16, 64)])
-
-
-def test_spread_lists_the_last_axis_fastest() -> None:
-    assert spread([(2, 100), (3, 10)]).tolist() == [0, 10, 20, 100, 110, 120]
-    assert spread([]).tolist() == [0]
 
 
 # ---------------------------------------------------------------- from tensors
