@@ -96,6 +96,7 @@ class Checkers:
         self._on_violation = on_violation
         self.violations: list[str] = []
         self.involved: int | None = None
+        self.over = False  # the run was judged: what is taken down then is no part of it
         self.events: list[tuple[float, int | None, str]] = []
         self.receives: list[Side] = []
         self.sends: list[Side] = []
@@ -109,9 +110,12 @@ class Checkers:
 
     def note(self, request: int | None, text: str) -> None:
         """Remember something for the story of a request; None concerns all."""
-        self.events.append((self._time_s(), request, text))
+        if not self.over:
+            self.events.append((self._time_s(), request, text))
 
     def violate(self, invariant: str, text: str, request: int | None = None) -> None:
+        if self.over:
+            return
         if not self.violations:
             self.involved = request
         self.note(request, f"VIOLATION {invariant}: {text}")

@@ -60,10 +60,17 @@ class SimRunner:
     """The port `Runner`: steps one worker by timers, as a thread would at its own pace.
 
     The worker has a gate of its own below its process's: an I/O thread can be stopped alone.
+    blocks_s: drawn after each step, how long the call that it made blocks the thread.
+    on_wake: called when commands were submitted and before they are taken.
     """
 
     def __init__(
-        self, loop: SimLoop, prng: random.Random, process: Gate, now: Callable[[], int]
+        self,
+        loop: SimLoop,
+        prng: random.Random,
+        process: Gate,
+        now: Callable[[], int],
+        blocks_s: Callable[[], float],
     ) -> None:
         self._loop = loop
         self._prng = prng
@@ -76,6 +83,9 @@ class SimRunner:
         self._events: list[Event] = []
         self._timer: asyncio.TimerHandle | None = None
         self._idle = 0
+        self._blocks_s = blocks_s
+        self._free_at_s = 0.0
+        self.on_wake: Callable[[], None] = lambda: None
 
     def start(self, worker: Steps, deliver: Callable[[list[Event]], None]) -> None:
         self._worker = worker
@@ -85,8 +95,10 @@ class SimRunner:
     def wake(self) -> None:
         self._idle = 0
         self._arm(self._prng.uniform(*WAKE_S))
+        self.on_wake()
 
     def _arm(self, delay_s: float) -> None:
+        delay_s = max(delay_s, self._free_at_s - self._loop.time())
         if self._timer is not None and not self._timer.cancelled():
             if self._timer.when() <= self._loop.time() + delay_s:
                 return
@@ -106,6 +118,7 @@ class SimRunner:
             self._events += events
         else:
             self._idle += 1
+        self._free_at_s = self._loop.time() + self._blocks_s()
         if when is not None and not self._worker.stopped:
             rest_s = min(IDLE_S_MAX, 2e-5 * 1.5 ** min(self._idle, 30))
             self._arm(max((when - now) / 1e9, 0.0) + self._prng.uniform(0.5, 1.0) * rest_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .options import Fault
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 SHORT_S, LONG_S = 0.01, 5.0  # well below and well above the permit's time to live
 RESTART_S = (0.05, 2.0)
 CRASHES_MAX = 2
+AIMED = 0.6  # chance that a stop waits for the most delicate moment, at most AIM_S
+AIM_S = 1.0
 
 NETWORK = (Fault.RESET, Fault.HALF_RESET, Fault.EOF, Fault.PARTITION, Fault.PARTITION_ONE_WAY)
 PROCESS = (Fault.WORKER_PAUSED, Fault.PROCESS_PAUSED, Fault.PROCESS_CRASHED)
@@ -55,6 +58,7 @@ class Injector:
         for life, gate in self._stopped:
             self._continue(life, gate)
         self._stopped.clear()
+        self._world.healed = True
         self._world.internet.heal()
         self._world.courier.healed = True
         self._world.checkers.note(None, "everything is healed")
@@ -108,6 +112,11 @@ class Injector:
                 await self._restart(life)
             return
         duration_s = prng.choice((SHORT_S, 1.0, LONG_S)) * prng.uniform(0.5, 1.5)
+        if prng.random() < AIMED:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(life.hands_over(), AIM_S)
+            if life.dead:
+                return
         gate = life.gate if fault is Fault.PROCESS_PAUSED else prng.choice(life.runners).gate
         self._tell(fault, f"{gate.label} for {duration_s:.3f} s")
         gate.closed = True

@@ -25,6 +25,7 @@ class Fault(StrEnum):
     DIAL_SLOW = "slow dial"
     PARTITION = "silent partition"
     PARTITION_ONE_WAY = "silent one-way partition"
+    WORKER_BLOCKED = "I/O thread blocked in a call"
     WORKER_PAUSED = "I/O thread stopped and continued"
     PROCESS_PAUSED = "process stopped and continued"
     PROCESS_CRASHED = "process killed"
@@ -53,6 +54,7 @@ class Options:
     dial_slow: float
     network_every_s: float
     process_every_s: float
+    worker_blocked: float
     write_torn: float
     write_late: float
     write_late_s: float
@@ -91,6 +93,7 @@ def draw(prng: random.Random) -> Options:
         dial_slow=rate(Fault.DIAL_SLOW, 0.05, 0.5),
         network_every_s=prng.uniform(0.2, 5.0),
         process_every_s=prng.uniform(0.2, 5.0),
+        worker_blocked=rate(Fault.WORKER_BLOCKED, 0.02, 0.2),
         write_torn=rate(Fault.WRITE_TORN, 0.1, 1.0),
         write_late=rate(Fault.WRITE_LATE, 0.02, 0.3),
         write_late_s=prng.uniform(0.1, 8.0),

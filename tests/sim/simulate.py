@@ -8,9 +8,11 @@ the seed and the code, and a failure says how to repeat it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import traceback
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +36,7 @@ from .workload import (
 from .world import PERMIT_TTL_S, World
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterator
     from contextlib import AbstractContextManager
 
     from .checkers import Side
@@ -75,6 +77,36 @@ class Result:
         )
 
 
+class _LogToStory(logging.Handler):
+    """What the engines log belongs to the story; an error is a failure by itself."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            text += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
+        if record.levelno >= logging.ERROR:
+            self._world.checkers.violate("no error is lost", text)
+        else:
+            self._world.checkers.note(None, f"log: {text}")
+
+
+@contextmanager
+def _logged(world: World) -> Iterator[None]:
+    logger = logging.getLogger("kvferry")
+    handler = _LogToStory(world)
+    logger.addHandler(handler)
+    propagate, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+
+
 def simulate(seed: int, plant: AbstractContextManager[None] | None = None) -> Result:
     """Run one seed; `plant` is entered around it, and is how a bug is planted."""
     options = draw(random.Random(f"{seed}/options"))
@@ -88,7 +120,7 @@ def simulate(seed: int, plant: AbstractContextManager[None] | None = None) -> Re
         if plant is not None:
             stack.enter_context(plant)
         try:
-            run(lambda loop: _main(loop, seed, options, worlds, result), loop)
+            run(lambda loop: _main(loop, seed, options, worlds, result, stack), loop)
         except Deadlock as error:
             result.failure = result.failure or f"liveness: {error}"
     world = worlds[0]
@@ -98,23 +130,31 @@ def simulate(seed: int, plant: AbstractContextManager[None] | None = None) -> Re
 
 
 async def _main(
-    loop: SimLoop, seed: int, options: Options, worlds: list[World], result: Result
+    loop: SimLoop,
+    seed: int,
+    options: Options,
+    worlds: list[World],
+    result: Result,
+    stack: ExitStack,
 ) -> None:
     world = World(seed, options, loop)
     worlds.append(world)
+    stack.enter_context(_logged(world))
     play = asyncio.ensure_future(_play(world, options))
     try:
         await _first(play, world.violated)
         if play.done():
             play.result()
     except _Stuck as error:
-        result.failure = f"liveness: {error}"
+        stuck = _unfinished(world) or _owed(world)
+        world.checkers.violate("liveness", str(error), stuck[0].request if stuck else None)
     finally:
+        world.checkers.over = True
         result.steps, result.virtual_s = loop.steps, loop.time()
         result.trace = loop.trace_hash()
         if world.checkers.violations:
             result.failure = world.checkers.violations[0]
-        for side in (*world.checkers.receives, *world.checkers.sends):
+        for side in _sides(world):
             result.outcomes[side.outcome.partition(":")[0]] += 1
 
 
@@ -146,9 +186,9 @@ async def _play(world: World, options: Options) -> None:
     await _first(callers, asyncio.ensure_future(asyncio.sleep(STARVED_S)))
     for life in world.lives:
         life.starve()
-    await _within(LIVENESS_S, callers, lambda: f"these did not end: {_unfinished(world)}")
+    await _within(LIVENESS_S, callers, lambda: f"these did not end: {_titles(_unfinished(world))}")
     returned = asyncio.ensure_future(_all_returned(world))
-    await _within(LIVENESS_S, returned, lambda: f"slots are not back: {_owed(world)}")
+    await _within(LIVENESS_S, returned, lambda: f"slots are not back: {_titles(_owed(world))}")
     watch.cancel()
     _balance(world)
     await _close(world)
@@ -202,22 +242,25 @@ async def _call(world: World, at_s: float, name: str, runner: Runner, request: R
 # ---------------------------------------------------------------- judging the end
 
 
-def _unfinished(world: World) -> str:
-    return ", ".join(
-        side.title
-        for side in (*world.checkers.receives, *world.checkers.sends)
-        if side.ended_s is None and side.space.alive
-    )
+def _sides(world: World) -> list[Side]:
+    return [*world.checkers.receives, *world.checkers.sends]
 
 
-def _owed(world: World) -> list[str]:
+def _unfinished(world: World) -> list[Side]:
+    return [side for side in _sides(world) if side.ended_s is None and side.space.alive]
+
+
+def _owed(world: World) -> list[Side]:
     """Sides whose slots must come back and are not back: nothing excuses them."""
-    checkers = world.checkers
     return [
-        f"{side.title}: {side.outstanding}"
-        for side in (*checkers.receives, *checkers.sends)
+        side
+        for side in _sides(world)
         if side.outstanding and side.space.alive and not _excused(world, side)
     ]
+
+
+def _titles(sides: list[Side]) -> str:
+    return ", ".join(f"{side.title} ({side.outstanding} slots out)" for side in sides[:5])
 
 
 def _excused(world: World, side: Side) -> bool:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TOKENS_MAX = 26
 LENT = -1  # in place of a slot that the engine has
-MATCH_S = 3.0
+MATCH_S = 2.0
 STALL_S = 4.0
 TOTAL_S = 10.0
 
@@ -66,8 +66,7 @@ class Request:
     target_manner: Manner
     source_moment_s: float
     target_moment_s: float
-    source_tries: int
-    target_tries: int
+    tries: int
     overlap: bool
 
     @property
@@ -110,8 +109,7 @@ def _draw_request(prng: random.Random, options: Options, names: list[str], numbe
         target_manner=manner(TARGET_MANNERS),
         source_moment_s=moment(),
         target_moment_s=moment(),
-        source_tries=prng.choice((1, 1, 2, 3)),
-        target_tries=prng.choice((1, 1, 2, 3)),
+        tries=prng.choice((1, 1, 2, 3)),
         overlap=prng.random() < 0.2,
     )
 
@@ -150,7 +148,7 @@ async def run_target(world: World, life: Life, request: Request) -> None:
     if request.target_manner is Manner.ABSENT:
         return
     tries: list[asyncio.Task[str]] = []
-    for attempt in range(1, request.target_tries + 1):
+    for attempt in range(1, request.tries + 1):
         task = life.spawn(_receive(world, life, request, attempt))
         tries.append(task)
         if request.overlap:
@@ -214,7 +212,7 @@ async def run_source(world: World, life: Life, request: Request) -> None:
     """Every try of one request on its source."""
     if request.source_manner is Manner.ABSENT:
         return
-    for attempt in range(1, request.source_tries + 1):
+    for attempt in range(1, request.tries + 1):
         if await _send(world, life, request, attempt) == "done":
             return
 

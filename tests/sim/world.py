@@ -37,7 +37,15 @@ PERMIT_TTL_S = 1.5
 GROUPS = (
     SimGroup("full", 0, layers=(0, 2), kinds=2, heads=1, tokens_per_block=4, dims=32),
     SimGroup(
-        "window", 1, layers=(1,), kinds=2, heads=2, tokens_per_block=2, dims=64, padding=16, window=6
+        "window",
+        1,
+        layers=(1,),
+        kinds=2,
+        heads=2,
+        tokens_per_block=2,
+        dims=64,
+        padding=16,
+        window=6,
     ),
 )  # blocks of 512 bytes, the least that the planner takes unasked
 
@@ -72,6 +80,7 @@ class Life:
         self.closing = asyncio.Event()
         self.died: asyncio.Future[None] = world.loop.create_future()
         self.dead = False
+        self._awaited: asyncio.Future[None] | None = None
         self.starved = False
         self._waiting: list[asyncio.Future[None]] = []
         self.paused_s = 0.0
@@ -88,7 +97,8 @@ class Life:
             )
 
         def make_runner(name: str) -> SimRunner:
-            runner = SimRunner(world.loop, self.prng, self.gate, self.host.now)
+            runner = SimRunner(world.loop, self.prng, self.gate, self.host.now, self._blocks_s)
+            runner.on_wake = self._woken
             self.runners.append(runner)
             return runner
 
@@ -100,6 +110,23 @@ class Life:
             describe=lambda: "simulated",
             runner_factory=make_runner,
         )
+
+    def _blocks_s(self) -> float:
+        """How long the call that an I/O thread just made blocks it."""
+        world = self.world
+        if world.healed or self.prng.random() >= world.options.worker_blocked:
+            return 0.0
+        world.count(Fault.WORKER_BLOCKED)
+        return self.prng.choice((0.001, 0.05, 2.5)) * self.prng.random()
+
+    def _woken(self) -> None:
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
+
+    async def hands_over(self) -> None:
+        """Wait until the engine hands something to an I/O thread that has not taken it yet."""
+        self._awaited = self.world.loop.create_future()
+        await self._awaited
 
     def spawn(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run `coro` as this process's code."""
@@ -177,6 +204,7 @@ class World:
         self.latest: dict[str, Life] = {}
         self.addresses: dict[str, str] = {}
         self.sides = 0
+        self.healed = False
         if options.disorder:
             self.count(Fault.DISORDER)
         if options.drift:
