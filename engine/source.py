@@ -6,9 +6,11 @@ what a target wrote is checked here before anything else sees it.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from . import wire
+from .effects import Report
 from .errors import Busy, Cancelled, KvferryError, PeerLost, Refused, TimedOut, UsageError
 from .keys import Key
 from .lease import Evidence
@@ -16,6 +18,7 @@ from .limits import AUX_BYTES_MAX
 from .mover import Mover
 from .offers import Tombstones, WaitingOffer, WaitingOffers
 from .pipeline import Pipeline
+from .plan import FRAGMENT_BYTES_WARN, Template
 from .ports import Connected, ConnectFailed, InDoubt, Posted, Settled
 from .scheduler import Bounds, Scheduler
 from .source_sessions import SourceSessions, Target
@@ -232,11 +235,24 @@ class SourceSide:
         for item in offer.needs:
             if item.group in need:
                 raise UsageError(f"group {item.group!r} is in the offer twice")
-            target.template(self._context.layout, item.group)
+            self._template(target, item.group)
             span = Span.from_wire(item.runs)
             target.layout.check_slots(item.group, span.slots())
             need[item.group] = span
         return need
+
+    def _template(self, target: Target, group: str) -> Template:
+        """How blocks of `group` map onto the target's. Raises Refused, UsageError."""
+        known = group in target.templates
+        template = target.template(self._context.layout, group)
+        if not known and template.mean_fragment_bytes < FRAGMENT_BYTES_WARN:
+            text = (
+                f"group {group!r} moves to {target.name} in fragments of "
+                f"{template.mean_fragment_bytes} bytes on average, which is slow: store the axes "
+                "of both sides in the same order"
+            )
+            self._context.emit(Report(logging.WARNING, text))
+        return template
 
     def _supersede(self, key: Key, now: int) -> None:
         """A newer attempt of a branch came: end the older ones."""

@@ -154,6 +154,12 @@ class TargetSide:
 
     def _offer(self, link: Link, transfer: TargetTransfer, now: int) -> None:
         assert link.connection is not None
+        try:
+            for group in transfer.need:
+                link.template(self._context.layout, group)
+        except (Refused, UsageError) as error:
+            self._end(link, transfer, OutcomeEvent.FAIL, self._misfit(link, transfer, error), now)
+            return
         incarnation = link.incarnation
 
         def gate() -> bool:
@@ -222,7 +228,7 @@ class TargetSide:
     ) -> None:
         error: KvferryError | None = None
         event = OutcomeEvent.COMPLETE
-        needed = self._bytes_needed(transfer, transfer.promised_tokens)
+        needed = self._bytes_needed(link, transfer, transfer.promised_tokens)
         if not transfer.ended and (
             transfer.outcome is not Outcome.MOVING
             or message.tokens != transfer.promised_tokens
@@ -244,13 +250,23 @@ class TargetSide:
         )
         self._end(link, transfer, event, error, now, drained=True, result=result)
 
-    def _bytes_needed(self, transfer: TargetTransfer, tokens: int) -> int:
+    def _bytes_needed(self, link: Link, transfer: TargetTransfer, tokens: int) -> int:
+        """What must move for `tokens`, by this side's own count."""
         layout = self._context.layout
         total = 0
         for name, span in transfer.need.items():
             stop = blocks_for(tokens, layout.group(name).tokens_per_block)
-            total += len(span.restrict(0, stop)) * layout.block_bytes(name)
+            total += len(span.restrict(0, stop)) * link.template(layout, name).block_bytes
         return total
+
+    def _misfit(self, link: Link, transfer: TargetTransfer, error: KvferryError) -> Refused:
+        return Refused(
+            f"receive {transfer.key} from {link.peer.name}: {error}",
+            key=transfer.key,
+            peer=link.peer.name,
+            by="peer",
+            code="geometry",
+        )
 
     def _broken(self, link: Link, transfer: TargetTransfer, text: str) -> Failed:
         return Failed(

@@ -13,6 +13,7 @@ from . import wire
 from .context import nanoseconds
 from .effects import Dial, HangUp, Transmit
 from .limits import REDIAL_DELAY_MAX_S, REDIAL_DELAY_MIN_S
+from .plan import Template, make_template
 from .session import SessionMachine, SessionRefused, TargetPermit
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from .context import Context
     from .keys import Key, Peer
+    from .layout import Layout
     from .transfer import TargetTransfer
 
     OnLive = Callable[["Link", int], None]
@@ -39,6 +41,17 @@ class Link:
     dialling: bool = False
     redial_at: int | None = None
     redial_delay_ns: int = 0
+    templates: dict[str, Template] = field(default_factory=dict)
+
+    def template(self, ours: Layout, group: str) -> Template:
+        """How the live source's blocks of `group` map onto ours. Raises Refused, UsageError."""
+        assert self.session is not None
+        assert self.session.peer_geometry is not None
+        template = self.templates.get(group)
+        if template is None:
+            theirs = self.session.peer_geometry.layout
+            template = self.templates[group] = make_template(theirs, group, ours, group)
+        return template
 
     @property
     def live(self) -> bool:
@@ -180,6 +193,7 @@ class TargetLinks:
         self._emit(HangUp(connection, text))
         link.session.end()
         link.connection = link.session = link.permit = None
+        link.templates = {}
         self._on_lost(link, code, text, now)
         self._rest(link, now)
 
