@@ -282,7 +282,15 @@ class Driver:
 
     def _pump(self) -> None:
         self._pump_soon = None
-        self._settle()
+        self._guard(lambda: None)
+
+    def _guard(self, event: Callable[[], None]) -> None:
+        """Take an event that the loop brings, and settle. A bug shows itself and stops here."""
+        try:
+            event()
+            self._settle()
+        except Exception as error:  # noqa: BLE001  there is no caller to raise it in
+            self._internal_error(error)
 
     def _perform(self, effect: Effect, commands: dict[int, list[Command]]) -> None:
         match effect:
@@ -331,8 +339,7 @@ class Driver:
 
     def _tick(self) -> None:
         self._timer = None
-        self.router.tick(self._host.now())
-        self._settle()
+        self._guard(lambda: self.router.tick(self._host.now()))
 
     # ------------------------------------------------------------ transport
 
@@ -345,8 +352,7 @@ class Driver:
                 self._agents_stopped[agent] = event.text
         self._agents_changed.set()
         if self._router is not None:
-            self._router.worker_events(events, self._host.now())
-            self._settle()
+            self._guard(lambda: self.router.worker_events(events, self._host.now()))
 
     # ------------------------------------------------------------ connections
 
@@ -429,5 +435,4 @@ class Driver:
 
     def _handshake_expired(self, number: int) -> None:
         if number in self._connections:
-            self.router.handshake_expired(number, self._host.now())
-            self._settle()
+            self._guard(lambda: self.router.handshake_expired(number, self._host.now()))
