@@ -78,6 +78,7 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0
         self._closing = asyncio.Event()
+        self._shutting = False  # nothing new is begun: no dial, no timer
         self._moved = asyncio.Event()
         self._owner: asyncio.Task[None] | None = None
         self.internal_errors = 0
@@ -186,6 +187,7 @@ class Driver:
     async def _shut(self) -> None:
         """Close connections and agents; bounded, and also when the owner was cancelled."""
         self._give_up()
+        self._shutting = True
         if self._timer is not None:
             self._timer.cancel()
         if self._pump_soon is not None:
@@ -276,6 +278,8 @@ class Driver:
             self._settling = False
             for agent, batch in commands.items():
                 self._transport.submit(agent, batch)
+        if self._shutting:
+            return
         if more and self._pump_soon is None:
             self._pump_soon = self._loop.call_soon(self._pump)
         self._arm()
@@ -309,7 +313,8 @@ class Driver:
                 self._handles.pop(effect.transfer, None)
                 self._moved.set()
             case Dial():
-                self._spawn(self._dial(effect), f"kvferry-dial-{effect.peer.name}")
+                if not self._shutting:
+                    self._spawn(self._dial(effect), f"kvferry-dial-{effect.peer.name}")
             case HangUp():
                 self._hang_up(effect.connection)
             case Report():
