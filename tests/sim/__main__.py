@@ -1,4 +1,4 @@
-"""`python -m tests.sim --seeds N [--start S]`: run seeds, print what failed and how to repeat it."""
+"""`python -m tests.sim --seeds N [--start S]`: run seeds, print failures and how to repeat them."""
 
 from __future__ import annotations
 

@@ -29,10 +29,11 @@ class Landing:
 
 
 class Space:
-    """The pools of one life of one process.
+    """The pools of one life of one process: `process` is its name, `owner` names this life.
 
-    `process` is its name, `owner` names this life. `data` values, `tag` coordinates held, `expected` coordinates that may land, `lease` the
-    number of the live lease (0 for none), `landed` how often it was written under that lease.
+    Shapes: int[size] each. `data` values, `tag` coordinates held, `expected` coordinates that may
+    land, `lease` the number of the live lease (0 for none), `landed` how often the byte was
+    written under that lease.
     """
 
     def __init__(

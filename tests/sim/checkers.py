@@ -12,6 +12,7 @@ Two rules: nothing here asks the engine or uses its code, and the first violatio
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -126,6 +127,11 @@ class Checkers:
         """What happened to the request of the first violation, latest last."""
         mine = [e for e in self.events if e[1] is None or e[1] == self.involved]
         return "\n".join(f"  {t:11.6f} s  {text}" for t, _, text in mine[-events_max:])
+
+    def story_hash(self) -> str:
+        """Hash over every event of the run."""
+        text = "\n".join(f"{t:.9f} {request} {text}" for t, request, text in self.events)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     # ------------------------------------------------------------ what the callers do
 
@@ -294,7 +300,7 @@ class Checkers:
             invariant = "I2" if _request_of(tag) == _request_of(lent) else "I1"
             self.violate(
                 invariant,
-                f"{describe(tag)} lands in {target.where(byte)}, which is lent for {describe(lent)}",
+                f"{describe(tag)} lands in {target.where(byte)}, lent for {describe(lent)}",
                 _request_of(lent),
             )
             return

@@ -19,12 +19,17 @@ if TYPE_CHECKING:
 
 SHORT_S, LONG_S = 0.01, 5.0  # well below and well above the permit's time to live
 RESTART_S = (0.05, 2.0)
-CRASHES_MAX = 2
+ENDS_MAX = 2  # processes killed and engines closed, of one seed
 AIMED = 0.6  # chance that a stop waits for the most delicate moment, at most AIM_S
 AIM_S = 1.0
 
 NETWORK = (Fault.RESET, Fault.HALF_RESET, Fault.EOF, Fault.PARTITION, Fault.PARTITION_ONE_WAY)
-PROCESS = (Fault.WORKER_PAUSED, Fault.PROCESS_PAUSED, Fault.PROCESS_CRASHED)
+PROCESS = (
+    Fault.WORKER_PAUSED,
+    Fault.PROCESS_PAUSED,
+    Fault.PROCESS_CRASHED,
+    Fault.ENGINE_CLOSED,
+)
 
 
 class Injector:
@@ -34,7 +39,7 @@ class Injector:
         self._world = world
         self._restart = restart
         self._prng = world.child("injector")
-        self._crashes = 0
+        self._ends = 0
         self._stopped: list[tuple[Life, Gate]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -101,21 +106,22 @@ class Injector:
     async def _hurt_process(self, prng: random.Random, fault: Fault) -> None:
         world = self._world
         life = world.latest[prng.choice(list(world.latest))]
-        if life.dead or not life.up.done():
+        if life.over or not life.up.done():
             return
-        if fault is Fault.PROCESS_CRASHED:
-            if self._crashes < CRASHES_MAX:
-                self._crashes += 1
+        if fault in (Fault.PROCESS_CRASHED, Fault.ENGINE_CLOSED):
+            if self._ends < ENDS_MAX:
+                self._ends += 1
                 self._tell(fault, life.owner)
-                world.crash(life)
-                await asyncio.sleep(prng.uniform(*RESTART_S))
+                if fault is Fault.PROCESS_CRASHED:
+                    world.crash(life)
+                    await asyncio.sleep(prng.uniform(*RESTART_S))
                 await self._restart(life)
             return
         duration_s = prng.choice((SHORT_S, 1.0, LONG_S)) * prng.uniform(0.5, 1.5)
         if prng.random() < AIMED:
             with suppress(TimeoutError):
                 await asyncio.wait_for(life.hands_over(), AIM_S)
-            if life.dead:
+            if life.over:
                 return
         gate = life.gate if fault is Fault.PROCESS_PAUSED else prng.choice(life.runners).gate
         self._tell(fault, f"{gate.label} for {duration_s:.3f} s")

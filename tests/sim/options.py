@@ -29,6 +29,7 @@ class Fault(StrEnum):
     WORKER_PAUSED = "I/O thread stopped and continued"
     PROCESS_PAUSED = "process stopped and continued"
     PROCESS_CRASHED = "process killed"
+    ENGINE_CLOSED = "engine closed under load and started again"
     WRITE_TORN = "bytes of a write in any order"
     WRITE_LATE = "bytes of a write late"
     WRITE_REFUSED = "post refused"

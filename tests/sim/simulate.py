@@ -55,12 +55,19 @@ CLOSED_S = 30.0
 
 @dataclass(slots=True)
 class Result:
-    """The verdict on one seed. `failure` is empty when it passed."""
+    """The verdict on one seed. `failure` is empty when it passed.
+
+    trace: hash over every step's time and callback. story_hash: over every call, frame, post,
+    fault and log line with its time. transfers: requests; each has one to three attempts.
+    """
 
     seed: int
     failure: str = ""
     story: str = ""
     trace: str = ""
+    story_hash: str = ""
+    engines: int = 0
+    transfers: int = 0
     steps: int = 0
     virtual_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
@@ -126,6 +133,8 @@ def simulate(seed: int, plant: AbstractContextManager[None] | None = None) -> Re
     world = worlds[0]
     result.faults.update({str(fault): n for fault, n in world.fired.items()})
     result.story = world.checkers.story()
+    result.story_hash = world.checkers.story_hash()
+    result.engines, result.transfers = options.engines, options.transfers
     return result
 
 
@@ -201,7 +210,13 @@ def _begin_life(world: World, name: str, address: str) -> Life:
 
 
 async def _restart(life: Life) -> None:
-    """The same process again, with nothing of its former life."""
+    """The same process again, with nothing of its former life: closed first unless killed."""
+    if not life.dead:
+        life.closed = True
+        life.closing.set()
+        assert life.serving is not None
+        await _first(life.serving)
+        life.serving.result()
     await _begin_life(life.world, life.name, life.address).up
 
 
@@ -229,7 +244,7 @@ async def _serve(life: Life) -> None:
 async def _call(world: World, at_s: float, name: str, runner: Runner, request: Request) -> None:
     """Have the process that runs as `name` at `at_s` play one side of a request."""
     await asyncio.sleep(at_s)
-    while world.latest[name].engine is None:
+    while world.latest[name].engine is None or world.latest[name].closed:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     life = world.latest[name]
     if not life.dead:
@@ -252,10 +267,11 @@ def _unfinished(world: World) -> list[Side]:
 
 def _owed(world: World) -> list[Side]:
     """Sides whose slots must come back and are not back: nothing excuses them."""
+    open_ = [life.space for life in world.lives if not life.over]
     return [
         side
         for side in _sides(world)
-        if side.outstanding and side.space.alive and not _excused(world, side)
+        if side.outstanding and side.space in open_ and not _excused(world, side)
     ]
 
 
@@ -265,20 +281,20 @@ def _titles(sides: list[Side]) -> str:
 
 def _excused(world: World, side: Side) -> bool:
     """Whether evidence can't be had: the source died, or a completion is lost for good."""
-    if side.peer and any(life.dead for life in world.lives if life.name == side.peer):
+    if side.peer and any(life.over for life in world.lives if life.name == side.peer):
         return True
     return any(write.touches(side) for write in world.checkers.lost)
 
 
 async def _all_returned(world: World) -> None:
-    while _owed(world):
+    while _owed(world):  # noqa: ASYNC110 - virtual time costs nothing
         await asyncio.sleep(0.1)
 
 
 def _balance(world: World) -> None:
     """I6: what did not come back is counted by the engine that lent it, slot by slot."""
     for life in world.lives:
-        if life.dead or life.engine is None:
+        if life.over or life.engine is None:
             continue
         stats = life.engine.stats()
         owed = sum(s.outstanding for s in world.checkers.receives if s.space is life.space)
@@ -298,7 +314,7 @@ async def _watch_integrity(world: World) -> None:
     while True:
         await asyncio.sleep(0.2)
         for life in world.lives:
-            if life.engine is not None and not life.dead:
+            if life.engine is not None and not life.over:
                 _check_engine(world, life)
 
 
@@ -316,7 +332,8 @@ def _check_engine(world: World, life: Life) -> None:
 async def _close(world: World) -> None:
     """Every engine closes in bounded time and leaves no task behind."""
     for life in world.lives:
-        if not life.dead:
+        if not life.over:
+            life.closed = True
             life.closing.set()
     for life in world.lives:
         if not life.dead and life.serving is not None:

@@ -64,7 +64,7 @@ def test_deadlock_is_an_error() -> None:
 
 def test_livelock_is_an_error() -> None:
     async def main(loop: SimLoop) -> None:
-        while True:
+        while True:  # noqa: ASYNC110 - that is the point
             await asyncio.sleep(0)
 
     with pytest.raises(Deadlock, match="100 steps used up"):

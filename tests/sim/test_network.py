@@ -1,4 +1,4 @@
-"""The simulated network: in order, in pieces, with backpressure, and faults as sockets show them."""
+"""The simulated network: order, pieces, backpressure, and faults as sockets show them."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -68,6 +69,9 @@ class Request:
     target_moment_s: float
     tries: int
     overlap: bool
+    advances: bool
+    aux_bytes: int
+    nested: bool
 
     @property
     def name(self) -> str:
@@ -111,6 +115,9 @@ def _draw_request(prng: random.Random, options: Options, names: list[str], numbe
         target_moment_s=moment(),
         tries=prng.choice((1, 1, 2, 3)),
         overlap=prng.random() < 0.2,
+        advances=prng.random() < 0.4,
+        aux_bytes=prng.choice((0, 20, 20, 60_000)),
+        nested=prng.random() < 0.2,
     )
 
 
@@ -118,6 +125,7 @@ class Slots:
     """Slots on their way back to their process: free once the caller knows its outcome too."""
 
     def __init__(self, world: World, life: Life, side: Side) -> None:
+        self.nested: Callable[[str], None] | None = None
         self._world = world
         self._life = life
         self._side = side
@@ -125,7 +133,9 @@ class Slots:
         self._judged = False
 
     def on_released(self, slots: dict[str, Any], evidence: str) -> None:
-        """The engine's callback."""
+        """The engine's callback; `nested` calls the engine from inside."""
+        if self.nested is not None:
+            self.nested("cancelled from a callback")
         plain = self._world.checkers.releases(self._side, slots, evidence)
         if self._judged:
             self._life.give_back(plain)
@@ -144,7 +154,7 @@ class Slots:
 
 
 async def run_target(world: World, life: Life, request: Request) -> None:
-    """Every try of one request on its target; with `overlap` the next does not wait for the last."""
+    """Every try of one request on its target; with `overlap` the next does not wait."""
     if request.target_manner is Manner.ABSENT:
         return
     tries: list[asyncio.Task[str]] = []
@@ -170,6 +180,9 @@ async def _receive(world: World, life: Life, request: Request, attempt: int) -> 
     side = _side(world, life, request, title, blocks, peer=request.source)
     slots = Slots(world, life, side)
     manner = request.target_manner if attempt == 1 else Manner.GOOD
+    if life.over:
+        life.give_back(taken)
+        return "too late"
     assert life.engine is not None
     rx = life.engine.receive(
         Key(request.name, attempt),
@@ -188,6 +201,8 @@ async def _receive(world: World, life: Life, request: Request, attempt: int) -> 
                 return None
             return await rx
 
+    if request.nested:
+        slots.nested = rx.cancel
     user = life.spawn(use())
     await _misbehave(manner, request.target_moment_s, user, side, rx.cancel)
     await asyncio.gather(user, return_exceptions=True)
@@ -202,6 +217,7 @@ async def _receive(world: World, life: Life, request: Request, attempt: int) -> 
         if got.aux != aux_of(request):
             world.checkers.violate("I3", f"{side.title}: aux is {got.aux!r}", request.number)
     slots.outcome_known()
+    await _until_released(world, side, rx)
     return outcome
 
 
@@ -231,19 +247,25 @@ async def _send(world: World, life: Life, request: Request, attempt: int) -> str
     side = _side(world, life, request, f"send r{request.number} try {attempt}", {})
     slots = Slots(world, life, side)
     slots.outcome_known()  # a source uses blocks again as soon as they are back
+    if life.over:
+        life.give_back(taken)
+        return "too late"
     assert life.engine is not None
-    tx = life.engine.send(request.name, tokens=request.tokens, on_released=slots.on_released)
+    facts = Facts(world, side, slots, request, taken)
+    if request.advances:
+        tx = life.engine.send(request.name, facts)
+    else:
+        tx = life.engine.send(request.name, tokens=request.tokens, on_released=facts.released)
 
     async def use() -> Any:
         world.checkers.send_begins(side)
         async with tx:
-            for chunk in _chunks(request, taken, manner):
+            for tokens in _steps(request, manner):
                 await asyncio.sleep(request.gap_s)
-                world.checkers.pushes(side, chunk)
-                for name in chunk:
-                    for ordinal in chunk[name]:
-                        taken[name][ordinal] = LENT
-                tx.push({name: span_of(blocks) for name, blocks in chunk.items()})
+                if request.advances:
+                    tx.advance(tokens)
+                else:
+                    tx.push(facts.up_to(tokens))
             if manner is Manner.LEAVES:
                 await asyncio.sleep(request.source_moment_s)
                 return None
@@ -261,21 +283,56 @@ async def _send(world: World, life: Life, request: Request, attempt: int) -> str
     return outcome
 
 
-def _chunks(
-    request: Request, taken: dict[str, list[int]], manner: Manner
-) -> list[dict[str, dict[int, int]]]:
-    """The blocks in `request.chunks` parts, in order of ordinals; SHORT leaves the last one out."""
-    parts: list[dict[str, dict[int, int]]] = []
-    for number in range(request.chunks):
-        part = {}
-        for name, slots in taken.items():
-            first = len(slots) * number // request.chunks
-            stop = len(slots) * (number + 1) // request.chunks
-            if stop > first:
-                part[name] = {ordinal: slots[ordinal] for ordinal in range(first, stop)}
-        if part:
-            parts.append(part)
-    return parts[:-1] if manner is Manner.SHORT else parts
+def _steps(request: Request, manner: Manner) -> list[int]:
+    """Up to which token each of the chunks goes; SHORT leaves the last one out."""
+    steps = [request.tokens * n // request.chunks for n in range(1, request.chunks + 1)]
+    return steps[:-1] if manner is Manner.SHORT else steps
+
+
+class Facts:
+    """The port `CacheFacts` over the blocks of one request, and how a caller without one pushes.
+
+    Lent slots leave `taken`: what is still there at the end was never the engine's.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        side: Side,
+        slots: Slots,
+        request: Request,
+        taken: dict[str, list[int]],
+    ) -> None:
+        self.tokens = request.tokens
+        self._world = world
+        self._side = side
+        self._slots = slots
+        self._taken = taken
+        self._pushed = dict.fromkeys(taken, 0)
+
+    def extract(self, group: str, first: int, stop: int) -> Span:
+        """See the port."""
+        blocks = {ordinal: self._taken[group][ordinal] for ordinal in range(first, stop)}
+        self._world.checkers.pushes(self._side, {group: blocks})
+        for ordinal in blocks:
+            self._taken[group][ordinal] = LENT
+        return span_of(blocks)
+
+    def released(self, slots: dict[str, Any], evidence: str) -> None:
+        """See the port."""
+        self._slots.on_released(slots, evidence)
+
+    def up_to(self, tokens: int) -> dict[str, Span]:
+        """The next chunk: whole blocks, and the last one with the last token."""
+        chunk = {}
+        for name, group in self._side.space.groups.items():
+            stop = tokens // group.tokens_per_block
+            if tokens == self.tokens:
+                stop = group.blocks(tokens)
+            if stop > self._pushed[name]:
+                chunk[name] = self.extract(name, self._pushed[name], stop)
+                self._pushed[name] = stop
+        return chunk
 
 
 # ---------------------------------------------------------------- shared
@@ -293,7 +350,7 @@ def span_of(blocks: dict[int, int]) -> Span:
 
 
 def aux_of(request: Request) -> bytes:
-    return f"aux of {request.name}".encode()
+    return f"aux of {request.name} ".encode().ljust(request.aux_bytes, b".")[: request.aux_bytes]
 
 
 def _side(
@@ -345,6 +402,16 @@ async def _misbehave(
     elif manner is Manner.DIES:
         await asyncio.sleep(moment_s)
         user.cancel()
+
+
+async def _until_released(world: World, side: Side, handle: Any) -> None:
+    """Wait a little for the fence: when `released` returns, every slot must be back."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(handle.released(), 0.02)
+        if side.outstanding:
+            world.checkers.violate(
+                "I6", f"{side.title}: released() returned, {side.outstanding} slots are out"
+            )
 
 
 async def _outcome(handle: Any) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvferry.engine.ports import WriteBounds
@@ -36,17 +37,7 @@ PERMIT_TTL_S = 1.5
 
 GROUPS = (
     SimGroup("full", 0, layers=(0, 2), kinds=2, heads=1, tokens_per_block=4, dims=32),
-    SimGroup(
-        "window",
-        1,
-        layers=(1,),
-        kinds=2,
-        heads=2,
-        tokens_per_block=2,
-        dims=64,
-        padding=16,
-        window=6,
-    ),
+    SimGroup("window", 1, layers=(1,), kinds=2, heads=2, tokens_per_block=2, dims=64, window=6),
 )  # blocks of 512 bytes, the least that the planner takes unasked
 
 
@@ -68,8 +59,9 @@ class Life:
         self.rate = 1.0 + world.options.drift * self.prng.uniform(-1.0, 1.0)
         self.host = SimHost(world.loop, self.prng, world.internet, name, self.rate)
         self.owner = f"{name}/{number}"
+        groups = tuple(replace(g, padding=self.prng.choice((0, 16, 64))) for g in GROUPS)
         self.space: Space = world.arena.allocate(
-            name, self.owner, GROUPS, {group.name: world.options.slots for group in GROUPS}
+            name, self.owner, groups, {group.name: world.options.slots for group in groups}
         )
         self.free = {g.name: deque(range(world.options.slots)) for g in GROUPS}
         self.runners: list[SimRunner] = []
@@ -80,6 +72,7 @@ class Life:
         self.closing = asyncio.Event()
         self.died: asyncio.Future[None] = world.loop.create_future()
         self.dead = False
+        self.closed = False  # its engine was closed; the process goes on without one
         self._awaited: asyncio.Future[None] | None = None
         self.starved = False
         self._waiting: list[asyncio.Future[None]] = []
@@ -131,6 +124,11 @@ class Life:
     def spawn(self, coro: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run `coro` as this process's code."""
         return self.world.loop.create_task(coro, context=self.gate.context())
+
+    @property
+    def over(self) -> bool:
+        """Nothing new can be asked of it, and its word can't be had any more."""
+        return self.dead or self.closed
 
     def pauses_s(self) -> float:
         """How long this process or one of its threads was stopped so far."""
