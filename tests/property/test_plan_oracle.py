@@ -24,6 +24,9 @@ NAMES = ("layer", "kind", "head", "token", "dim")
 SOURCE_BASE, TARGET_BASE = 1_000_000, 7_000_000  # far apart: a swapped side leaves its buffer
 
 Ranges = dict[str, tuple[int, int]]
+Gaps = tuple[int, ...]
+TIGHT: Gaps = (0,)
+LOOSE: Gaps = (0, 0, 0, 1, 5)
 
 
 @dataclass
@@ -43,13 +46,14 @@ class Case:
 # ---------------------------------------------------------------- drawing two sides
 
 
-def draw_box(draw: st.DrawFn, ranges: Ranges, item: int) -> tuple[list[tuple[str, int]], int]:
+def draw_box(
+    draw: st.DrawFn, ranges: Ranges, item: int, gaps: Gaps
+) -> tuple[list[tuple[str, int]], int]:
     """Random storage order and padding: ((axis, stride) outermost first, bytes in all)."""
     order = draw(st.permutations(NAMES))
-    padding = draw(st.sampled_from(((0,), (0, 0, 0, 1, 4))))
     strides, reach = [], item
     for name in reversed(order):
-        stride = reach + draw(st.sampled_from(padding))
+        stride = reach + draw(st.sampled_from(gaps))
         strides.append((name, stride))
         low, high = ranges[name]
         reach += (high - low - 1) * stride
@@ -57,10 +61,10 @@ def draw_box(draw: st.DrawFn, ranges: Ranges, item: int) -> tuple[list[tuple[str
 
 
 def draw_tensors(
-    draw: st.DrawFn, ranges: Ranges, item: int, dtype: str
+    draw: st.DrawFn, ranges: Ranges, item: int, gaps: Gaps
 ) -> tuple[list[tuple[int, tuple[Axis, ...]]], int]:
     """One storage box, cut along layer or kind into tensors that interleave in memory."""
-    strides, reach = draw_box(draw, ranges, item)
+    strides, reach = draw_box(draw, ranges, item, gaps)
     along = draw(st.sampled_from(("", "layer", "kind")))
     low, high = ranges.get(along, (0, 1))
     parts = []
@@ -78,6 +82,7 @@ def draw_tensors(
 
 def draw_side(draw: st.DrawFn, base: int, roles: dict[str, tuple[Ranges, int, bool]]) -> Side:
     """Spread boxes over one to three pools, with gaps; some boxes are stored layer by layer."""
+    gaps = draw(st.sampled_from((TIGHT, LOOSE)))
     contents: list[list[Tensor]] = [[] for _ in range(draw(st.integers(1, 3)))]
     ends = [0] * len(contents)
     tokens = 1
@@ -87,9 +92,9 @@ def draw_side(draw: st.DrawFn, base: int, roles: dict[str, tuple[Ranges, int, bo
         apart = draw(st.booleans())
         layers = [(at, at + 1) for at in range(low, high)] if apart else [(low, high)]
         for held in layers:
-            parts, reach = draw_tensors(draw, {**ranges, "layer": held}, item, role)
+            parts, reach = draw_tensors(draw, {**ranges, "layer": held}, item, gaps)
             at = draw(st.integers(0, len(contents) - 1))
-            begin = ends[at] + draw(st.sampled_from((0, 0, 0, 3)))
+            begin = ends[at] + draw(st.sampled_from(gaps))
             ends[at] = begin + reach
             contents[at] += [
                 Tensor(role, f"p{at}", begin + offset, axes, item, "any", optional)
@@ -103,7 +108,7 @@ def draw_side(draw: st.DrawFn, base: int, roles: dict[str, tuple[Ranges, int, bo
         pool = Pool(
             name=f"p{at}",
             address=address,
-            stride=end + draw(st.sampled_from((0, 0, 0, 5))),
+            stride=end + draw(st.sampled_from(gaps)),
             slots=draw(st.integers(5, 8)),
             memory=draw(st.sampled_from(("dram", "dram", "vram"))),
             device=draw(st.integers(0, 1)),
@@ -157,15 +162,18 @@ def cases(draw: st.DrawFn) -> Case:
 
 @st.composite
 def spans(draw: st.DrawFn, layout: Layout) -> Span:
-    """Holes and scattered slots; half of the time slots ascend, so that blocks merge."""
+    """A few blocks with a hole here and there; ascending slots merge, scattered ones don't."""
     slots = layout.slots("g")
-    ordinals = sorted(draw(st.sets(st.integers(0, 7), max_size=slots)))
-    if draw(st.booleans()):
-        order = draw(st.permutations(range(slots)))
-    else:
-        first = draw(st.integers(0, slots - len(ordinals)))
-        order = list(range(first, slots))
-    return Span.from_runs((ordinal, [slot]) for ordinal, slot in zip(ordinals, order, strict=False))
+    first = draw(st.integers(0, 2))
+    ordinals = range(first, first + draw(st.integers(2, slots)))
+    holes = draw(st.sets(st.integers(0, 7), max_size=2))
+    ascending = list(range(slots))
+    order = draw(st.one_of(st.just(ascending), st.permutations(ascending)))
+    return Span.from_runs(
+        (ordinal, [slot])
+        for ordinal, slot in zip(ordinals, order, strict=False)
+        if ordinal not in holes
+    )
 
 
 # ---------------------------------------------------------------- the oracle
