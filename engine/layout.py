@@ -48,7 +48,7 @@ FRAGMENTS_PER_BLOCK_MAX: Final = 2**17
 _ADDRESS_MAX: Final = 2**63 - 1  # addresses are int64 in every array of the planner
 
 
-class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+class Pool(msgspec.Struct, frozen=True):
     """Equally spaced slots of one memory: slot s begins at `address + s * stride` bytes.
 
     size: bytes of the allocation from `address` on, 0 for `slots * stride`. Less than that when
