@@ -1,0 +1,52 @@
+"""The truth table: which event and which evidence stop late bytes on which lane of real NIXL.
+
+`docs/transports.md` says how to read the rows and holds the table of a full run.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.truth.rows import ROWS, Row
+from tests.truth.shared import ENDED
+from tests.truth.trial import BLOCK, SOURCE, Lane, Trial
+
+if TYPE_CHECKING:
+    from tests.truth.conftest import Table
+
+pytestmark = [pytest.mark.slow, pytest.mark.truth, pytest.mark.timeout(480)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_row(row: Row, table: Table) -> None:
+    if row.network and table.no_network:
+        pytest.skip(f"network namespaces are not possible here: {table.no_network}")
+    result = table.result(row)
+    outcome = result.with_evidence.outcome
+    assert outcome.state in row.states, outcome
+    if row.foreign is None:
+        # Nothing that could pass for a cancel: it crashed, let bytes through, or came too late.
+        assert outcome.notes.get("died") or outcome.foreign or outcome.state == "DONE", outcome
+        return
+    assert (outcome.foreign > 0) == row.foreign, outcome
+    if result.control is not None:
+        assert result.control.outcome.foreign > 0, f"nothing to prove: {result.control}"
+
+
+@pytest.mark.parametrize("lane", ["tcp", "same-host"])
+def test_done_means_in_place(lane: Lane) -> None:
+    """A write that the target's kernel has, and its process has not read, is not DONE."""
+    with Trial(lane, "WRITE", evidence=True, settle_s=0, size=4 * BLOCK) as trial:
+        trial.target.stop()
+        trial.start()
+        time.sleep(1)
+        if lane == "tcp":
+            assert trial.state == "PROC"  # posted, accepted by the kernel, and not done
+        if trial.phase != ENDED:
+            trial.target.resume()
+            trial.wait_end()
+        assert trial.state == "DONE"
+        assert trial.target.pool.foreign(SOURCE) == 0
