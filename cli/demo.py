@@ -48,7 +48,7 @@ async def run_demo(settings: Settings, watcher: Watcher) -> Outcome:
     if settings.plant == "wrong-anchor" and workload.blocks(workload.planted) < 2:
         raise UsageError("a wrong anchor needs a request of two blocks: a larger --scale")
     outcome = Outcome(settings, workload)
-    watcher.phase("starting two processes")
+    watcher.phase("starting")
     async with running(("prefill", "decode"), settings, watcher.done) as children:
         pair = _Pair(*children)
         opened, _ = await pair.ask(Opened, Command("open"))
@@ -65,11 +65,11 @@ async def run_demo(settings: Settings, watcher: Watcher) -> Outcome:
 async def _round(
     pair: _Pair, first: int, stop: int, source: str, outcome: Outcome, watcher: Watcher
 ) -> None:
-    watcher.phase(f"computing requests {first} to {stop - 1}")
+    watcher.phase("computing")
     await pair.ask(Prepared, Command("prepare", first, stop))
-    watcher.phase(f"moving requests {first} to {stop - 1}")
+    watcher.phase("moving")
     sent, received = await pair.ask(Moved, Command("move", first, stop, source))
-    watcher.phase("comparing every byte of the decode pool")
+    watcher.phase("comparing every byte")
     _, checked = await pair.ask(Checked, Command("check", first, stop))
     outcome.add_round(sent, received, checked)
 
