@@ -49,6 +49,7 @@ class Side:
     space: Space
     blocks: dict[str, dict[int, int]]
     started_s: float
+    match_s: float
     total_s: float
     pauses_s: Callable[[], float]
     began: bool = False
@@ -104,6 +105,7 @@ class Checkers:
         self.flying: list[PostedWrite] = []
         self.lost: list[PostedWrite] = []  # nobody will ever hear how they ended
         self._frames: dict[tuple[int, tuple[str, int, int]], list[str]] = {}
+        self._moving: dict[int, list[float]] = {}  # when a request was said to be matched
         self._permits: dict[tuple[str, str], float] = {}
         self._leases: dict[int, Side] = {}
 
@@ -150,6 +152,15 @@ class Checkers:
         self.sends.append(side)
         self.note(side.request, f"{side.title}: begins")
 
+    def never_begins(self, side: Side) -> None:
+        """The engine took nothing: it was closed, or the caller ended before it asked."""
+        if side.began:
+            (self.receives if side in self.receives else self.sends).remove(side)
+            self.take_back(
+                side, {group: list(blocks.values()) for group, blocks in side.blocks.items()}
+            )
+            self.note(side.request, f"{side.title}: never begins")
+
     def pushes(self, side: Side, chunk: dict[str, dict[int, int]]) -> None:
         """The source lends these blocks to be read."""
         for group, blocks in chunk.items():
@@ -167,11 +178,18 @@ class Checkers:
                 )
             return
         side.ended_s, side.outcome = now, outcome
-        late_s = now - side.started_s - side.total_s - side.pauses_s()
-        if late_s > SLACK_S:
-            self.violate(
-                "I4", f"{side.title} ended {late_s:.3f} s after its total deadline", side.request
-            )
+        matched = any(
+            side.started_s <= at <= side.started_s + side.match_s + SLACK_S + side.pauses_s()
+            for at in self._moving.get(side.request, ())
+        )
+        for name, limit_s in (("match", side.match_s), ("total", side.total_s)):
+            late_s = now - side.started_s - limit_s - side.pauses_s()
+            if late_s > SLACK_S and not (matched and name == "match"):
+                self.violate(
+                    "I4",
+                    f"{side.title} ended {late_s:.3f} s after its {name} deadline",
+                    side.request,
+                )
 
     def is_done(self, side: Side, tokens: int) -> None:
         """The target was told done, for `tokens`: every needed byte must be in place, once."""
@@ -236,6 +254,8 @@ class Checkers:
         """A message about a key was sent: what ends it is said once per connection."""
         said = self._frames.setdefault((connection, key), [])
         said.append(kind)
+        if kind == "moving":
+            self._moving.setdefault(request, []).append(self._time_s())
         for final in (("done", "failed"), ("drained",), ("offer",)):
             if kind in final and sum(said.count(one) for one in final) > 1:
                 self.violate("I4", f"{'#'.join(map(str, key))}: told twice: {said}", request)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .network import Internet
 
 WAKE_S = (5e-6, 2e-4)  # from `wake` to the step
+DELIVER_S = (0.0, 0.0, 1e-4, 5e-3)  # from the thread to a loop that is more or less busy
 IDLE_S_MAX = 0.02  # steps that find nothing to report grow rarer up to this
 PID_BASE = 5_000_000  # above every kernel's pid_max: no real process can be meant
 
@@ -114,7 +115,8 @@ class SimRunner:
         if events:
             self._idle = 0
             if not self._events:
-                self._loop.call_soon(self._drain, context=self._process)
+                delay_s = self._prng.choice(DELIVER_S) * self._prng.random()
+                self._loop.call_later(delay_s, self._drain, context=self._process)
             self._events += events
         else:
             self._idle += 1

@@ -87,7 +87,7 @@ def draw(prng: random.Random) -> Options:
         agents=prng.choice((1, 1, 2)),
         transfers=prng.randrange(20, 28),
         disorder=rate(Fault.DISORDER, 0.05, 1.0),
-        latency_s=prng.choice((0.0001, 0.001, 0.02)),
+        latency_s=prng.choice((0.0001, 0.001, 0.02, 0.15)),
         drift=rate(Fault.DRIFT, 0.001, 0.009),
         shred=rate(Fault.SHRED, 0.05, 0.5),
         dial_refused=rate(Fault.DIAL_REFUSED, 0.05, 0.5),

@@ -89,7 +89,7 @@ def _draw_request(prng: random.Random, options: Options, names: list[str], numbe
     start = prng.uniform(0.0, options.spread_s)
     near = prng.choice((0.0, 0.001, 0.02, 1.0))
     wants_other = prng.random() < 0.2
-    gap_s = prng.choice((0.0, 0.0005, 0.02, 0.3))
+    gap_s = prng.choice((0.0, 0.0005, 0.02, 0.3, 0.9))
 
     def manner(kinds: tuple[Manner, ...]) -> Manner:
         drawn = prng.choice(kinds)
@@ -105,7 +105,7 @@ def _draw_request(prng: random.Random, options: Options, names: list[str], numbe
         tokens=tokens,
         target_tokens=max(1, tokens + prng.randint(-5, 3)) if wants_other else tokens,
         min_tokens=prng.choice((None, 1)),
-        chunks=prng.randint(1, 4),
+        chunks=prng.choice((1, 2, 4, 6)),
         source_at_s=start + prng.uniform(0.0, near),
         target_at_s=start + prng.uniform(0.0, near),
         gap_s=gap_s,
@@ -193,9 +193,12 @@ async def _receive(world: World, life: Life, request: Request, attempt: int) -> 
         on_released=slots.on_released,
     )
 
+    ends: list[asyncio.Task[str]] = []
+
     async def use() -> Any:
         world.checkers.receive_begins(side)
         async with rx:
+            ends.append(life.spawn(_hear_received(world, side, rx, request)))
             if manner is Manner.LEAVES:
                 await asyncio.sleep(request.target_moment_s)
                 return None
@@ -206,16 +209,12 @@ async def _receive(world: World, life: Life, request: Request, attempt: int) -> 
     user = life.spawn(use())
     await _misbehave(manner, request.target_moment_s, user, side, rx.cancel)
     await asyncio.gather(user, return_exceptions=True)
-    if not side.began:
+    if not ends:
+        world.checkers.never_begins(side)
         life.give_back(taken)
         return "never began"
-    outcome = await _outcome(rx)
-    world.checkers.ends(side, outcome)
-    if outcome == "done":
-        got = await rx
-        world.checkers.is_done(side, got.tokens)
-        if got.aux != aux_of(request):
-            world.checkers.violate("I3", f"{side.title}: aux is {got.aux!r}", request.number)
+    outcome = await ends[0]
+    world.checkers.ends(side, await _outcome(rx))
     slots.outcome_known()
     await _until_released(world, side, rx)
     return outcome
@@ -257,9 +256,12 @@ async def _send(world: World, life: Life, request: Request, attempt: int) -> str
     else:
         tx = life.engine.send(request.name, tokens=request.tokens, on_released=facts.released)
 
+    ends: list[asyncio.Task[str]] = []
+
     async def use() -> Any:
         world.checkers.send_begins(side)
         async with tx:
+            ends.append(life.spawn(_hear_end(world, side, tx)))
             for tokens in _steps(request, manner):
                 await asyncio.sleep(request.gap_s)
                 if request.advances:
@@ -276,9 +278,11 @@ async def _send(world: World, life: Life, request: Request, attempt: int) -> str
     await _misbehave(manner, request.source_moment_s, user, side, tx.cancel)
     await asyncio.gather(user, return_exceptions=True)
     outcome = "never began"
-    if side.began:
-        outcome = await _outcome(tx)
-        world.checkers.ends(side, outcome)
+    if ends:
+        outcome = await ends[0]
+        world.checkers.ends(side, await _outcome(tx))
+    else:
+        world.checkers.never_begins(side)
     life.give_back({name: [s for s in given if s != LENT] for name, given in taken.items()})
     return outcome
 
@@ -371,6 +375,7 @@ def _side(
         space=life.space,
         blocks=blocks,
         started_s=world.loop.time(),
+        match_s=MATCH_S,
         total_s=TOTAL_S,
         pauses_s=lambda: life.pauses_s() - before_s,
     )
@@ -402,6 +407,24 @@ async def _misbehave(
     elif manner is Manner.DIES:
         await asyncio.sleep(moment_s)
         user.cancel()
+
+
+async def _hear_end(world: World, side: Side, handle: Any) -> str:
+    """Wait for the outcome beside whatever the caller does meanwhile."""
+    outcome = await _outcome(handle)
+    world.checkers.ends(side, outcome)
+    return outcome
+
+
+async def _hear_received(world: World, side: Side, rx: Any, request: Request) -> str:
+    """As `_hear_end`; what is done is judged the moment that it is heard."""
+    outcome = await _hear_end(world, side, rx)
+    if outcome == "done":
+        got = await rx
+        world.checkers.is_done(side, got.tokens)
+        if got.aux != aux_of(request):
+            world.checkers.violate("I3", f"{side.title}: aux is {got.aux!r}", request.number)
+    return outcome
 
 
 async def _until_released(world: World, side: Side, handle: Any) -> None:
