@@ -10,7 +10,7 @@ from typing import Final
 # Names
 REQUEST_ID_BYTES_MAX: Final = 128
 PEER_NAME_BYTES_MAX: Final = 128
-REASON_BYTES_MAX: Final = 1024
+REASON_CHARS_MAX: Final = 1000  # of a text that a peer is told
 
 # Control connection
 FRAME_BYTES_MAX: Final = 64 * 1024

@@ -6,20 +6,25 @@ count of a permit always ends before the target's.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from . import wire
+from .errors import UsageError
 from .limits import (
     CLOCK_RATE_ERROR,
     PEER_NAME_BYTES_MAX,
     PERMIT_RENEWALS_PER_TTL,
+    REASON_CHARS_MAX,
     WIRE_VERSION_MAX,
     WIRE_VERSION_MIN,
 )
 from .transitions import SESSION, Session, SessionEvent, follow
 
 Role = Literal["source", "target"]
+
+_INCARNATION: Final = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class SessionRefused(Exception):
     @property
     def refusal(self) -> wire.Refuse | None:
         """The message to send, None when it was the peer that refused."""
-        return None if self.by_peer else wire.Refuse(self.code, self.text)
+        return None if self.by_peer else wire.Refuse(self.code, self.text[:REASON_CHARS_MAX])
 
 
 class SessionMachine:
@@ -134,6 +139,9 @@ class SessionMachine:
             )
         if not 1 <= len(hello.name.encode()) <= PEER_NAME_BYTES_MAX:
             raise SessionRefused("name", f"the peer's name has {len(hello.name)} characters")
+        # Name and incarnation make one string: an incarnation with a slash could claim another's.
+        if not _INCARNATION.fullmatch(hello.incarnation):
+            raise SessionRefused("incarnation", "the peer's incarnation is not 32 hex digits")
         self.state = follow(SESSION, self.state, SessionEvent.HELLO)
         self.version = version
         self.peer_name = hello.name
@@ -157,6 +165,10 @@ class SessionMachine:
                 raise SessionRefused(
                     field, f"{field} is {other!r} at {self.peer_name}, {mine!r} at {self._me.name}"
                 )
+        try:
+            theirs.layout.check()
+        except UsageError as error:
+            raise SessionRefused("layout", f"the layout of {self.peer_name}: {error}") from None
         self.state = follow(SESSION, self.state, SessionEvent.GREET)
         self.peer_geometry = theirs
         return [] if self.role == "target" else [ours]
