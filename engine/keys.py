@@ -32,6 +32,15 @@ class Key(msgspec.Struct, frozen=True, order=True):
             raise UsageError(f"key.branch is {self.branch}, must be 0 to {_BRANCH_MAX}")
         return self
 
+    @property
+    def is_valid(self) -> bool:
+        """What `check` checks, without raising."""
+        try:
+            self.check()
+        except UsageError:
+            return False
+        return True
+
     def __str__(self) -> str:
         return f"{self.request}#{self.attempt}.{self.branch}"
 

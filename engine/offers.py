@@ -99,15 +99,11 @@ class WaitingOffers:
 
 @dataclass(frozen=True, slots=True)
 class Tombstone:
-    """An ended (request, branch): attempts up to `attempt` are over.
-
-    unheard: it was cancelled before any send of the request came.
-    """
+    """An ended (request, branch): attempts up to `attempt` are over."""
 
     attempt: int
     reason: str
     expires_at: int
-    unheard: bool
 
 
 class Tombstones:
@@ -115,6 +111,7 @@ class Tombstones:
 
     def __init__(self) -> None:
         self._graves: dict[tuple[str, int], Tombstone] = {}
+        self._unheard: dict[str, int] = {}  # request -> branch cancelled before any send came
 
     def find(self, key: Key) -> Tombstone | None:
         """The tombstone that covers `key`, None when its attempt has not ended."""
@@ -122,25 +119,23 @@ class Tombstones:
         return grave if grave is not None and key.attempt <= grave.attempt else None
 
     def bury(self, key: Key, reason: str, now: int, *, unheard: bool = False) -> None:
-        """Attempts of this branch up to `key.attempt` have ended."""
+        """Attempts of this branch up to `key.attempt` have ended.
+
+        unheard: they were cancelled before any send of the request came.
+        """
         place = (key.request, key.branch)
         older = self._graves.pop(place, None)
         attempt = key.attempt if older is None else max(older.attempt, key.attempt)
         while len(self._graves) >= TOMBSTONES_MAX:
-            del self._graves[next(iter(self._graves))]
-        expires_at = now + nanoseconds(TOMBSTONE_S)
-        self._graves[place] = Tombstone(attempt, reason, expires_at, unheard)
+            self._forget(next(iter(self._graves)))
+        self._graves[place] = Tombstone(attempt, reason, now + nanoseconds(TOMBSTONE_S))
+        if unheard:
+            self._unheard[key.request] = key.branch
 
-    def hear(self, request: str, branch: int) -> Tombstone | None:
+    def hear(self, request: str) -> Tombstone | None:
         """A send of `request` came: the cancel that came before it, once."""
-        place = (request, branch)
-        grave = self._graves.get(place)
-        if grave is None or not grave.unheard:
-            return None
-        self._graves[place] = Tombstone(
-            grave.attempt, grave.reason, grave.expires_at, unheard=False
-        )
-        return grave
+        branch = self._unheard.pop(request, None)
+        return None if branch is None else self._graves[request, branch]
 
     def expire(self, now: int) -> None:
         """Forget what is old enough. Amortised O(1): the order is that of burying."""
@@ -148,4 +143,10 @@ class Tombstones:
             place, grave = next(iter(self._graves.items()))
             if grave.expires_at > now:
                 break
-            del self._graves[place]
+            self._forget(place)
+
+    def _forget(self, place: tuple[str, int]) -> None:
+        del self._graves[place]
+        request, branch = place
+        if self._unheard.get(request) == branch:
+            del self._unheard[request]

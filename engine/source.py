@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from . import wire
 from .effects import Report
 from .errors import Busy, Cancelled, KvferryError, PeerLost, Refused, TimedOut, UsageError
 from .keys import Key
 from .lease import Evidence
-from .limits import AUX_BYTES_MAX
+from .limits import AUX_BYTES_MAX, REASON_CHARS_MAX
 from .mover import Mover
 from .offers import Tombstones, WaitingOffer, WaitingOffers
 from .pipeline import Pipeline
@@ -67,7 +69,7 @@ class SourceSide:
         self.mover.add(transfer)
         self._context.remind(transfer.deadline())
         waiting = self._offers.of_request(request)
-        cancelled = self._ended.hear(request, branch=0)
+        cancelled = self._ended.hear(request)
         if waiting:
             self._match(transfer, max(waiting, key=lambda w: w.offer.key.attempt), now)
         elif cancelled is not None:
@@ -143,12 +145,14 @@ class SourceSide:
         if target is None:
             return
         match message:
-            case wire.Offer():
+            case wire.Offer() if message.key.is_valid:
                 self._hear_offer(target, message, now)
-            case wire.Cancel():
+            case wire.Cancel() if message.key.is_valid:
                 self._hear_cancel(target, message, now)
             case wire.Unsettled():
-                for key in message.keys:
+                keys = [key for key in message.keys if key.is_valid]
+                self.messages_ignored += len(message.keys) - len(keys)
+                for key in keys:
                     self._answer_unsettled(target, key, now)
             case _:
                 self.messages_ignored += 1
@@ -189,6 +193,11 @@ class SourceSide:
 
     def _hear_offer(self, target: Target, offer: wire.Offer, now: int) -> None:
         key = offer.key
+        if key in target.transfers or self._holder(key) is target:
+            # A copy of what waits or moves: what answers for the key is still to come, and to call
+            # the copy refused and drained would free slots that are being written.
+            self.messages_ignored += 1
+            return
         try:
             self._check_offer(target, offer)
             need = self._read_need(target, offer)
@@ -198,7 +207,9 @@ class SourceSide:
         self.sessions.touch(target, now)
         self._supersede(key, now)
         expires_at = now + max(0, offer.match_ms) * 1_000_000
-        waiting = WaitingOffer(offer, need, target, expires_at)
+        # The spans are kept, not the bytes that they were read from.
+        kept = msgspec.structs.replace(offer, needs=[])
+        waiting = WaitingOffer(kept, need, target, expires_at)
         self._offers.add(waiting)
         self._context.remind(expires_at)
         transfer = self._sends.get(key.request)
@@ -207,7 +218,7 @@ class SourceSide:
 
     def _check_offer(self, target: Target, offer: wire.Offer) -> None:
         """Raise Refused, Busy or UsageError when an offer can't be served, whatever it needs."""
-        key = offer.key.check()
+        key = offer.key
         if self._closing:
             raise _refused("closing", "the source closes", retry_safe=True)
         if offer.initiator != "source":
@@ -215,8 +226,8 @@ class SourceSide:
         grave = self._ended.find(key)
         if grave is not None:
             raise _refused("ended", f"attempt {grave.attempt} has ended: {grave.reason}")
-        if self._offers.get(key) is not None or key in target.transfers:
-            raise _refused("duplicate", "the key was offered before")
+        if self._holder(key) is not None:
+            raise _refused("duplicate", "another target has offered this key")
         rivals = [waiting.offer.key for waiting in self._offers.of_request(key.request)]
         send = self._sends.get(key.request)
         if send is not None and send.key is not None:
@@ -226,6 +237,14 @@ class SourceSide:
                 raise _refused("superseded", f"attempt {other.attempt} of it is here already")
         if self._offers.full_for(target):
             raise Busy("too many offers of this target wait already", retry_after_s=1.0)
+
+    def _holder(self, key: Key) -> Target | None:
+        """The target that `key` waits or moves for."""
+        waiting = self._offers.get(key)
+        if waiting is not None:
+            return waiting.target
+        send = self._sends.get(key.request)
+        return send.target if send is not None and send.key == key else None
 
     def _read_need(self, target: Target, offer: wire.Offer) -> dict[str, Span]:
         """The spans that the target wrote, checked. Raises UsageError, Refused."""
@@ -269,7 +288,12 @@ class SourceSide:
     def _refuse(self, target: Target, key: Key, error: KvferryError) -> None:
         """Answer an offer of which nothing was started."""
         message = wire.Failed(
-            key, "refused", error.code, str(error)[:1000], error.retry_safe, drained=True
+            key,
+            "refused",
+            error.code,
+            str(error)[:REASON_CHARS_MAX],
+            error.retry_safe,
+            drained=True,
         )
         self.sessions.tell(target, message, key)
 
@@ -283,9 +307,11 @@ class SourceSide:
         waiting = self._offers.get(key)
         if waiting is not None and waiting.target is target:
             self._offers.drop(waiting)
-        elif self._ended.find(key) is not None:
+        elif self._ended.find(key) is not None or waiting is not None:
             return  # the key was answered before: by Done, Failed or a refusal
         send = self._sends.get(key.request)
+        if send is not None and send.key == key:
+            return  # it moves for another target: here it was refused
         self._ended.bury(key, reason[:200], now, unheard=send is None)
         self.sessions.tell(target, wire.Drained(key), key)
         if send is not None and send.outcome is Outcome.WAITING:
