@@ -129,7 +129,8 @@ class Pipeline:
     def head(self) -> PlannedWrite | None:
         """The next write, planning a slice when none is planned. Does not take it."""
         if not self._queued and self._aligned:
-            self._plan(self._aligned.popleft())
+            self._queued.extend(self._plan(self._aligned[0]))
+            self._aligned.popleft()  # only now: a plan that raises leaves its blocks to `drop`
         return self._queued[0] if self._queued else None
 
     def take(self, number: int) -> PlannedWrite:
@@ -186,12 +187,15 @@ class Pipeline:
             return 1
         return max(1, PLAN_SLICE_DESCRIPTORS_MAX // self._template(group).fragments_per_block)
 
-    def _plan(self, piece: Piece) -> None:
+    def _plan(self, piece: Piece) -> list[PlannedWrite]:
         template = self._template(piece.group)
-        for flow in plan(template, piece.source_slots, piece.target_slots):
-            for copies in cut(flow.copies, self._bounds.descriptors_max, self._bounds.bytes_max):
-                self._queued.append(PlannedWrite(piece, flow, copies))
-                piece.writes_open += 1
+        writes = [
+            PlannedWrite(piece, flow, copies)
+            for flow in plan(template, piece.source_slots, piece.target_slots)
+            for copies in cut(flow.copies, self._bounds.descriptors_max, self._bounds.bytes_max)
+        ]
+        piece.writes_open = len(writes)
+        return writes
 
     def _close(self, piece: Piece) -> Slots:
         piece.writes_open -= 1

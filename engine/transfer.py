@@ -194,11 +194,13 @@ class SourceTransfer(_Transfer):
     def push(self, chunk: Mapping[str, Span], now: int) -> Slots:
         """Take a chunk of ready blocks; return those that are free at once.
 
-        The caller has checked that the ordinals are new.
+        Raises UsageError for ordinals or slots that were pushed before; nothing was taken then.
         """
-        for group, span in chunk.items():
-            held = self.pushed.get(group)
-            self.pushed[group] = span if held is None else held.union(span)
+        pushed = {
+            group: span if group not in self.pushed else self.pushed[group].union(span)
+            for group, span in chunk.items()
+        }
+        self.pushed.update(pushed)
         self.progress_at = now
         if self.pipeline is not None:
             return self.pipeline.add(chunk)
