@@ -33,6 +33,7 @@ REDIAL_DELAY_MAX_S: Final = 2.0
 # Permit: the source may post for this long after it asked, and asks three times as often
 PERMIT_TTL_S: Final = 10.0
 PERMIT_RENEWALS_PER_TTL: Final = 3
+PERMIT_TTL_MIN_S: Final = 0.1  # whoever grants less is not asked more often for it
 PERMIT_LINGER_S: Final = 30.0
 CLOCK_RATE_ERROR: Final = 0.01
 

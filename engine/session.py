@@ -16,6 +16,7 @@ from .limits import (
     CLOCK_RATE_ERROR,
     PEER_NAME_BYTES_MAX,
     PERMIT_RENEWALS_PER_TTL,
+    PERMIT_TTL_MIN_S,
     REASON_CHARS_MAX,
     WIRE_VERSION_MAX,
     WIRE_VERSION_MIN,
@@ -25,6 +26,7 @@ from .transitions import SESSION, Session, SessionEvent, follow
 Role = Literal["source", "target"]
 
 _INCARNATION: Final = re.compile("[0-9a-f]{32}")
+_PERMIT_TTL_MIN_NS: Final = int(PERMIT_TTL_MIN_S * 1_000_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,7 @@ class SourcePermit:
 
     def __init__(self, ttl_ns: int) -> None:
         self._ttl_ns = ttl_ns
+        self._granted_ns = ttl_ns
         self._number = 0
         self._sent: dict[int, int] = {}
         self.posts_until = 0
@@ -196,8 +199,9 @@ class SourcePermit:
         return self._sent.get(self._number, 0)
 
     def renew_at(self) -> int:
-        """When the next renewal is due."""
-        return self.renewed_at + self._ttl_ns // PERMIT_RENEWALS_PER_TTL
+        """When the next renewal is due: by what was granted, which may be less than was asked."""
+        lasts_ns = max(self._granted_ns, _PERMIT_TTL_MIN_NS)
+        return self.renewed_at + lasts_ns // PERMIT_RENEWALS_PER_TTL
 
     def receive(self, granted: wire.Granted, now: int) -> None:
         """An answer came. One that answers nothing we asked is ignored (late or ill)."""
@@ -205,6 +209,7 @@ class SourcePermit:
         if sent is None:
             return
         ttl_ns = min(max(granted.ttl_ms, 0) * 1_000_000, self._ttl_ns)
+        self._granted_ns = ttl_ns
         self.posts_until = max(self.posts_until, sent + int(ttl_ns * (1 - CLOCK_RATE_ERROR)))
         self.answered_at = now
         self._sent = {n: at for n, at in self._sent.items() if n >= granted.number}

@@ -108,6 +108,7 @@ class SourceSessions:
         if isinstance(message, wire.Granted):
             assert target.permit is not None
             target.permit.receive(message, now)
+            self._context.remind(target.permit.renew_at())
             self.allow(target, now)
             return None
         return target
