@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from .context import Context, nanoseconds
@@ -74,7 +75,8 @@ class Driver:
         self._agents_stopped: dict[int, str] = {}
         self._agents_changed = asyncio.Event()
         self._settling = False
-        self._pump_soon: asyncio.Handle | None = None
+        self._again = False  # something became ready while settling
+        self._settle_soon: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0
         self._closing = asyncio.Event()
@@ -190,8 +192,8 @@ class Driver:
         self._shutting = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._pump_soon is not None:
-            self._pump_soon.cancel()
+        if self._settle_soon is not None:
+            self._settle_soon.cancel()
         for connection in self._connections.values():
             connection.finish()
         if self._connections:
@@ -262,37 +264,54 @@ class Driver:
     # ------------------------------------------------------------ effects
 
     def _settle(self) -> None:
-        """Carry out effects until there are none, then hand over writes.
+        """Hand over writes, then carry out effects until there are none.
 
-        A callback that calls the engine again only appends effects: the outermost call does all.
+        A callback that calls the engine again only appends effects: the outermost call does all,
+        and pumps again soon for what the callback made ready. Nothing but what a callback raises
+        on purpose (an interrupt) comes out of here.
         """
-        if self._settling or self._context is None:
+        if self._context is None:
             return
-        self._settling = True
+        if self._settling:
+            self._again = True
+            return
+        self._settling, self._again = True, False
         commands: dict[int, list[Command]] = {}
         try:
-            more = self.router.pump(self._host.now())
+            self._guard(self._pump)
             while self._context.effects:
-                self._perform(self._context.effects.popleft(), commands)
+                self._attempt(self._context.effects.popleft(), commands)
         finally:
             self._settling = False
             for agent, batch in commands.items():
                 self._transport.submit(agent, batch)
-        if self._shutting:
-            return
-        if more and self._pump_soon is None:
-            self._pump_soon = self._loop.call_soon(self._pump)
-        self._arm()
+            if not self._shutting:
+                if (self._again or self._context.effects) and self._settle_soon is None:
+                    self._settle_soon = self._loop.call_soon(self._settle_again)
+                self._arm()
 
     def _pump(self) -> None:
-        self._pump_soon = None
-        self._guard(lambda: None)
+        if self.router.pump(self._host.now()):
+            self._again = True
 
-    def _guard(self, event: Callable[[], None]) -> None:
-        """Take an event that the loop brings, and settle. A bug shows itself and stops here."""
+    def _settle_again(self) -> None:
+        self._settle_soon = None
+        self._settle()
+
+    def _attempt(self, effect: Effect, commands: dict[int, list[Command]]) -> None:
+        """Carry out one effect. A bug in it costs at most the session that it was for."""
+        try:
+            self._perform(effect, commands)
+        except Exception as error:  # noqa: BLE001  the effects behind it must not be lost with it
+            self._internal_error(error)
+            if isinstance(effect, Transmit):
+                text = f"internal error: {error!r}"
+                self.router.lost(effect.connection, text, self._host.now())
+
+    def _guard(self, event: Callable[[], object]) -> None:
+        """Take an event that the loop brings. A bug shows itself, and costs nothing else."""
         try:
             event()
-            self._settle()
         except Exception as error:  # noqa: BLE001  there is no caller to raise it in
             self._internal_error(error)
 
@@ -344,7 +363,8 @@ class Driver:
 
     def _tick(self) -> None:
         self._timer = None
-        self._guard(lambda: self.router.tick(self._host.now()))
+        self._guard(partial(self.router.tick, self._host.now()))
+        self._settle()
 
     # ------------------------------------------------------------ transport
 
@@ -357,7 +377,10 @@ class Driver:
                 self._agents_stopped[agent] = event.text
         self._agents_changed.set()
         if self._router is not None:
-            self._guard(lambda: self.router.worker_events(events, self._host.now()))
+            now = self._host.now()
+            for event in events:
+                self._guard(partial(self.router.worker_event, agent, event, now))
+            self._settle()
 
     # ------------------------------------------------------------ connections
 
@@ -379,8 +402,11 @@ class Driver:
         try:
             async with asyncio.timeout(self._config.dial_s):
                 stream = await self._host.network.dial(peer.address)
-        except (OSError, TimeoutError, KvferryError) as error:
-            text = str(error) or f"no answer within {self._config.dial_s} s"
+        except TimeoutError:
+            text = f"no answer within {self._config.dial_s} s"
+            self.router.dial_failed(effect.link, f"can't be reached: {text}", self._host.now())
+        except Exception as error:  # noqa: BLE001  also what resolvers raise for an odd address
+            text = str(error) or type(error).__name__
             self.router.dial_failed(effect.link, f"can't be reached: {text}", self._host.now())
         else:
             self.router.dialled(effect.link, self._adopt(stream), self._host.now())
@@ -440,4 +466,5 @@ class Driver:
 
     def _handshake_expired(self, number: int) -> None:
         if number in self._connections:
-            self._guard(lambda: self.router.handshake_expired(number, self._host.now()))
+            self._guard(partial(self.router.handshake_expired, number, self._host.now()))
+            self._settle()

@@ -169,13 +169,21 @@ class Mover:
         if event.write in self._writes:
             self._doubt(*self._writes[event.write], event.text, now)
 
-    def transport_stopped(self, unsettled: tuple[int, ...], text: str, now: int) -> None:
-        """An agent is gone: what it had posted stays in doubt for good."""
-        for number in unsettled:
-            if number in self._writes:
-                transfer, write = self._writes[number]
-                if write.state is not Write.IN_DOUBT:
-                    self._doubt(transfer, write, text, now)
+    def transport_stopped(
+        self, agent: int, unsettled: tuple[int, ...], text: str, now: int
+    ) -> None:
+        """An agent is gone: what it had posted stays in doubt for good.
+
+        What crossed its end gets no answer and was never posted (see `ports.Stopped`).
+        """
+        for number, (transfer, write) in list(self._writes.items()):
+            assert transfer.target is not None
+            if transfer.target.agent != agent:
+                continue
+            if number not in unsettled:
+                self.settled(Settled(number, "withdrawn", text), now)
+            elif write.state is not Write.IN_DOUBT:
+                self._doubt(transfer, write, text, now)
 
     def _doubt(self, transfer: SourceTransfer, write: PlannedWrite, text: str, now: int) -> None:
         write.follow(WriteEvent.DOUBT)

@@ -17,8 +17,6 @@ from .source import SourceSide
 from .target import TargetSide
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from . import wire
     from .context import Context
     from .effects import Effect
@@ -68,17 +66,16 @@ class Router:
         ):
             self.lost(connection, "the handshake took too long", now)
 
-    def worker_events(self, events: Sequence[Event], now: int) -> None:
-        """A batch of one worker's events, in order."""
-        for event in events:
-            if isinstance(event, Stopped):
-                self._stopped(event, now)
-            else:
-                self.source.worker_event(event, now)
+    def worker_event(self, agent: int, event: Event, now: int) -> None:
+        """What one agent's worker reports."""
+        if isinstance(event, Stopped):
+            self._stopped(agent, event, now)
+        else:
+            self.source.worker_event(event, now)
 
-    def _stopped(self, event: Stopped, now: int) -> None:
+    def _stopped(self, agent: int, event: Stopped, now: int) -> None:
         text = event.text or "the agent was closed"
-        self.source.mover.transport_stopped(event.unsettled, text, now)
+        self.source.mover.transport_stopped(agent, event.unsettled, text, now)
         if event.text:
             self.broken = event.text
             self._context.emit(Report(logging.ERROR, f"the transport stopped: {event.text}"))
