@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import threading
 import time
 from collections import deque
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     from ..engine.ports import Steps
 
 EXIT_WAIT_S: Final = 5.0  # a post to a peer that hangs can hold the thread; then the exit goes on
+
+
+def keep_for_ever(thing: object) -> None:
+    """Never free `thing`, nor what it refers to, not even while the interpreter shuts down.
+
+    A module-level list would be emptied then, under a transport's own threads that still read
+    the memory of posted writes: a crash in place of the program's exit code.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 class ThreadRunner:
@@ -58,12 +68,15 @@ class ThreadRunner:
     def halt(self) -> None:
         """Stop stepping without closing anything, and wait until the thread runs no more Python.
 
-        For the exit of a program that did not close its engine: its posted writes end with it.
+        For the exit of a program that did not close its engine. Its posted writes end with the
+        process and not before, so neither agent nor memory is freed by the interpreter's last
+        clean-up.
         """
         self._halted = True
         self.wake()
         if self._thread.is_alive():
             self._thread.join(EXIT_WAIT_S)
+            keep_for_ever(self._worker)
 
     @property
     def alive(self) -> bool:

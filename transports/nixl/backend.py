@@ -8,23 +8,19 @@ memory on which something may still move is never let go, whatever that costs.
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from ...engine.ports import BackendError, NotPosted, Post, Progress, ProgressKind, Region
+from ..runner import keep_for_ever
 from . import agent as nixl_agent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...engine.ports import Int64Array, MemoryKind
-
-# Agents that were closed while writes of theirs could still move, with the regions that they
-# read. Dropping an agent does not stop its writes; freeing the memory under them would send
-# whatever comes to lie there next. They stay until the process ends.
-_graveyard: Final[list[tuple[object, Sequence[Region]]]] = []
 
 
 class _Metadata(msgspec.Struct, frozen=True):
@@ -136,9 +132,13 @@ class NixlBackend:
         return False, f"this release has no means that proves that {peer} can't write any more"
 
     def close(self, unsettled: Sequence[object]) -> None:
-        """Deregister and destroy the agent, or keep it for ever when writes may still move."""
+        """Deregister and destroy the agent, or keep it for ever when writes may still move.
+
+        Dropping an agent does not stop its writes, and freeing the memory under them would send
+        whatever comes to lie there next: agent and regions stay until the process ends.
+        """
         if unsettled:
-            _graveyard.append((self._agent, self._regions))
+            keep_for_ever((self._agent, self._regions))
             self._agent = None
             return
         try:
