@@ -7,12 +7,12 @@ it, and nothing may be posted to a target without a running permit.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from . import wire
 from .context import nanoseconds
 from .effects import HangUp, Submit, Transmit
-from .limits import PERMIT_LINGER_S
+from .limits import PERMIT_LINGER_S, REASON_CHARS_MAX
 from .plan import Template, make_template
 from .ports import Connect, Disconnect
 from .session import SessionMachine, SessionRefused, SourcePermit
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .transfer import SourceTransfer
 
     OnLost = Callable[["Target", str, int], None]
+
+_LINGER_NS: Final = nanoseconds(PERMIT_LINGER_S)
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +164,8 @@ class SourceSessions:
         target = self._live.pop(connection, None)
         if target is not None:
             target.connection = target.permit = None
+            target.idle_since = now
+            self._context.remind(now + _LINGER_NS)
             self._scheduler.permit(target.peer, may_post=False)
             self._on_lost(target, text, now)
 
@@ -176,16 +180,30 @@ class SourceSessions:
         """The transport can't use what `peer` told of its memory."""
         target = self._targets.pop(peer, None)
         if target is not None and target.connection is not None:
-            refuse = wire.Refuse("metadata", text[:1000])
+            refuse = wire.Refuse("metadata", text[:REASON_CHARS_MAX])
             self._emit(Transmit(target.connection, refuse))
             self.end(target.connection, text, now)
+        if target is not None:
+            self._drop(target)
 
     def forget(self, target: Target) -> None:
         """Let a target go for good, if a newer incarnation took its place and nothing moves."""
         if self._latest.get(target.name) is not target and not target.transfers:
-            if self._targets.pop(target.peer, None) is not None:
-                self._emit(Submit(target.agent, Disconnect(target.peer)))
-            self._scheduler.forget(target.peer)
+            self._drop(target)
+        elif target.connection is None:
+            self._context.remind(target.idle_since + _LINGER_NS)
+
+    def _drop(self, target: Target) -> None:
+        if self._targets.pop(target.peer, None) is not None:
+            self._emit(Submit(target.agent, Disconnect(target.peer)))
+        if self._latest.get(target.name) is target:
+            del self._latest[target.name]
+        self._scheduler.forget(target.peer)
+
+    def _is_gone(self, target: Target, now: int) -> bool:
+        """True when a target has left and was waited for long enough."""
+        left = target.connection is None and not target.transfers
+        return left and now >= target.idle_since + _LINGER_NS
 
     def tell(self, target: Target, message: wire.Message, key: Key) -> None:
         """Send a message about `key`, if there is a session to send it over."""
@@ -208,7 +226,10 @@ class SourceSessions:
             self._renew(target, now)
 
     def tick(self, now: int, *, offered: Callable[[Target], bool]) -> None:
-        """Renew permits of targets that something is moving or `offered` for; end silent ones."""
+        """Renew permits of targets that something is moving or `offered` for; end silent ones.
+
+        Forget targets that left and did not come back.
+        """
         for target in self.live_targets():
             permit, connection = target.permit, target.connection
             assert permit is not None
@@ -220,6 +241,8 @@ class SourceSessions:
             self.allow(target, now)
             if now >= permit.renew_at() and self._wants_permit(target, now, offered):
                 self._renew(target, now)
+        for target in [t for t in self._targets.values() if self._is_gone(t, now)]:
+            self._drop(target)
 
     def reminders(self, now: int, *, offered: Callable[[Target], bool]) -> Iterator[int]:
         """Every moment at which `tick` has something to do."""
@@ -230,6 +253,9 @@ class SourceSessions:
                 yield silent_since + self._ttl_ns
             if self._wants_permit(target, now, offered):
                 yield target.permit.renew_at()
+        for target in self._targets.values():
+            if target.connection is None and not target.transfers:
+                yield target.idle_since + _LINGER_NS
 
     def _renew(self, target: Target, now: int) -> None:
         assert target.permit is not None
@@ -238,7 +264,7 @@ class SourceSessions:
         self._context.remind(target.permit.renew_at())
 
     def _wants_permit(self, target: Target, now: int, offered: Callable[[Target], bool]) -> bool:
-        lingering = now < target.idle_since + nanoseconds(PERMIT_LINGER_S)
+        lingering = now < target.idle_since + _LINGER_NS
         return lingering or bool(target.transfers) or offered(target)
 
     def close(self) -> None:
