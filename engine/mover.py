@@ -14,7 +14,7 @@ from . import wire
 from .effects import Ended, Fenced, Release, Report, Sent, Submit
 from .errors import Failed, InternalError, KvferryError
 from .lease import Evidence
-from .limits import PUMP_WRITES_MAX
+from .limits import PUMP_WRITES_MAX, REASON_CHARS_MAX
 from .ports import InDoubt, Post, Posted, Settled, Withdraw
 from .transitions import Lease, LeaseEvent, Outcome, OutcomeEvent, Write, WriteEvent
 
@@ -271,7 +271,7 @@ class Mover:
             transfer.key,
             _TOLD[transfer.outcome],
             error.code,
-            str(error)[:1000],
+            str(error)[:REASON_CHARS_MAX],
             error.retry_safe,
             drained,
         )

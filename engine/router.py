@@ -85,7 +85,7 @@ class Router:
         """Do what is due, and find out when something is due next."""
         self.target.tick(now)
         self.source.tick(now)
-        moments = [*self.target.reminders(), *self.source.reminders(now)]
+        moments = [*self.target.reminders(now), *self.source.reminders(now)]
         self._context.wake_at = min(moments, default=None)
 
     def pump(self, now: int) -> bool:

@@ -85,6 +85,7 @@ class TargetLinks:
         self._links: dict[Peer, Link] = {}
         self._by_number: dict[int, Link] = {}
         self._by_connection: dict[int, Link] = {}
+        self._ttl_ns = nanoseconds(context.config.permit_ttl_s)
 
     # ------------------------------------------------------------ looking
 
@@ -180,7 +181,7 @@ class TargetLinks:
             self._emit(Transmit(connection, answer))
         if session.live and not was_live:
             link.redial_delay_ns = 0
-            link.permit = TargetPermit(nanoseconds(self._context.config.permit_ttl_s), now)
+            link.permit = TargetPermit(self._ttl_ns, now)
             self._context.remind(link.permit.runs_out_at)
             self._on_live(link, now)
 
@@ -226,13 +227,16 @@ class TargetLinks:
                 text = "it went silent: its permit ran out"
                 self.end(link.connection, "permit", text, now)
 
-    def reminders(self) -> Iterator[int]:
+    def reminders(self, now: int) -> Iterator[int]:
         """Every moment at which `tick` has something to do."""
         for link in self._by_number.values():
             if link.redial_at is not None:
                 yield link.redial_at
             elif link.permit is not None and link.lends:
                 yield link.permit.runs_out_at
+            elif link.permit is not None and link.transfers:
+                # Offers that have not left yet: nobody says when they do, so look again.
+                yield now + self._ttl_ns
 
     def close(self) -> None:
         """Say goodbye on every session."""
