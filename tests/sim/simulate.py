@@ -19,20 +19,13 @@ from typing import TYPE_CHECKING, Any
 from kvferry.engine.config import Config
 from kvferry.engine.service import Engine
 
+from .callers import run_source, run_target
 from .coverage import rows_counted
 from .injector import Injector
 from .layouts import layout_of
 from .loop import Deadlock, SimLoop, run
 from .options import Options, draw
-from .workload import (
-    MATCH_S,
-    STALL_S,
-    TOTAL_S,
-    Request,
-    draw_requests,
-    run_source,
-    run_target,
-)
+from .workload import MATCH_S, STALL_S, TOTAL_S, Request, draw_requests
 from .world import PERMIT_TTL_S, World
 
 if TYPE_CHECKING:
