@@ -17,17 +17,22 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.truth.shared import ENDED, PENDING, POSTING, Pool
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.0005
+_POLL_FAST_S = 0.00005
 _CLOSED_S = 30
 
 
@@ -83,6 +88,14 @@ def _readable(text: str) -> str:
     return f"{socket.inet_ntoa(struct.pack('<I', int(address, 16)))}:{int(port, 16)}"
 
 
+def _attempt(check: Callable[[Any], str], handle: Any) -> str:
+    """NIXL's state, which it returns or raises: one exception class for each status."""
+    try:
+        return check(handle)
+    except Exception as error:  # noqa: BLE001
+        return str(error) or type(error).__name__
+
+
 class Node:
     """Commands of the observer; every public method is one."""
 
@@ -107,38 +120,72 @@ class Node:
         """Load the peer's metadata and move one byte each way, so that connections exist."""
         self._agent.add_remote_agent(metadata)
         for operation in ("WRITE", "READ"):
-            handle = self._prepare(operation, peer, address, size=1, block=1)
-            state = self._agent.transfer(handle)
-            while state == "PROC":
-                time.sleep(_POLL_S)
-                state = self._agent.check_xfer_state(handle)
-            handle.release()
+            if (state := self.probe(operation, peer, address)) != "DONE":
+                raise RuntimeError(f"first {operation} to {peer}: {state}")
+
+    def probe(self, operation: str, peer: str, address: int) -> str:
+        """Move one byte; what NIXL said in the end."""
+        first = np.zeros(1, dtype=np.int64)
+        handle = self._prepare(operation, peer, address, first, first, block=1)
+        state = _attempt(self._agent.transfer, handle)
+        while state == "PROC":
+            time.sleep(_POLL_S)
+            state = _attempt(self._agent.check_xfer_state, handle)
+        handle.release()
+        return state
 
     def start(self, operation: str, peer: str, address: int, block: int) -> None:
         """Begin to move the whole pool as one NIXL operation; its thread reports on the board."""
-        self._handle = self._prepare(operation, peer, address, self.pool.size, block)
+        offsets = np.arange(0, self.pool.size, block)
+        self._handle = self._prepare(operation, peer, address, offsets, offsets, block)
         self._driver = threading.Thread(target=self._drive, args=(self._handle,), daemon=True)
         self._driver.start()
 
-    def _prepare(self, operation: str, peer: str, address: int, size: int, block: int) -> Any:
-        offsets = np.arange(0, size, block, dtype=np.int64)
-        mine = np.stack(
-            [self.pool.address + offsets, np.full_like(offsets, block), 0 * offsets], axis=1
-        )
-        theirs = mine.copy()
-        theirs[:, 0] = address + offsets
-        descriptors = (self._agent.get_xfer_descs(side, "DRAM") for side in (mine, theirs))
-        return self._agent.initialize_xfer(operation, *descriptors, peer)
+    def _prepare(
+        self,
+        operation: str,
+        peer: str,
+        address: int,
+        mine: NDArray[np.int64],
+        theirs: NDArray[np.int64],
+        block: int,
+    ) -> Any:
+        """A NIXL handle for `block` bytes at each of two int64[n] lists of pool offsets."""
+
+        def descriptors(addresses: NDArray[np.int64]) -> Any:
+            columns = (addresses, np.full_like(addresses, block), np.zeros_like(addresses))
+            return self._agent.get_xfer_descs(np.stack(columns, axis=1), "DRAM")
+
+        here, there = descriptors(self.pool.address + mine), descriptors(address + theirs)
+        return self._agent.initialize_xfer(operation, here, there, peer)
+
+    def prepare(self, *arguments: Any) -> None:
+        """Make the operation that `repeat` posts; arguments as of `_prepare`."""
+        self._handle = self._prepare(*arguments)
+
+    def repeat(self, times: int) -> list[tuple[float, float]]:
+        """Post the prepared operation again and again: seconds (inside the post, until done)."""
+        taken = []
+        for _ in range(times):
+            began = time.perf_counter()
+            state = self._agent.transfer(self._handle)
+            posted = time.perf_counter()
+            while state == "PROC":
+                time.sleep(_POLL_FAST_S)
+                state = self._agent.check_xfer_state(self._handle)
+            taken.append((posted - began, time.perf_counter() - began))
+        return taken
+
+    def cpu_s(self) -> float:
+        """CPU seconds of this process so far."""
+        return time.process_time()
 
     def _drive(self, handle: Any) -> None:
         board = self.pool.board
         board["began"], board["phase"] = time.monotonic_ns(), POSTING
-        state, check = "", self._agent.transfer
+        check = self._agent.transfer
         while True:
-            try:
-                state = check(handle)
-            except Exception as error:  # noqa: BLE001  (NIXL raises one class for each status)
-                state = str(error) or type(error).__name__
+            state = _attempt(check, handle)
             if state != "PROC":
                 break
             if check == self._agent.transfer:

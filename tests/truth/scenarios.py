@@ -176,6 +176,7 @@ def part_fails(trial: Trial) -> Outcome:
     if trial.evidence:
         trial.wait_end()
         trial.notes["missing"] = trial.target.pool.foreign(SOURCE)
+        trial.notes["next"] = trial.probe()
     trial.refill()
     return trial.settle()
 

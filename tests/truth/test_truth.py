@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.truth.rows import ROWS, Row
+from tests.truth.rows import DISCONNECT, ROWS, Row
 from tests.truth.shared import ENDED
 from tests.truth.trial import BLOCK, SOURCE, Lane, Trial
 
@@ -27,6 +27,9 @@ def test_row(row: Row, table: Table) -> None:
     result = table.result(row)
     outcome = result.with_evidence.outcome
     assert outcome.state in row.states, outcome
+    if outcome.notes.get("missing"):
+        # Whatever was reported of the broken operation, even DONE: the endpoint is lost with it.
+        assert outcome.notes["next"] == DISCONNECT, outcome
     if row.foreign is None:
         # Nothing that could pass for a cancel: it crashed, let bytes through, or came too late.
         assert outcome.notes.get("died") or outcome.foreign or outcome.state == "DONE", outcome

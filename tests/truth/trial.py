@@ -107,9 +107,9 @@ class Trial:
         pair = (self.source, self.target)
         for peer in pair:
             peer.send("open")
-        self._metadata = {peer.name: peer.answer() for peer in pair}
+        self.metadata = {peer.name: peer.answer() for peer in pair}
         for peer, other in (pair, pair[::-1]):
-            metadata, address = self._metadata[other.name]
+            metadata, address = self.metadata[other.name]
             peer.call("connect", metadata, other.name, address)
         self.source_ends = self.source.call("local_ends")
         self.target.pool.bytes[:] = OLD  # undoes the byte that connecting moved
@@ -131,9 +131,11 @@ class Trial:
 
     def start(self) -> None:
         """Have the initiator post the operation."""
-        other = self.target if self.operation == "WRITE" else self.source
-        _, address = self._metadata[other.name]
-        self.initiator.call("start", self.operation, other.name, address, BLOCK)
+        self.initiator.call("start", self.operation, *self._other(), BLOCK)
+
+    def _other(self) -> tuple[str, int]:
+        name = "target" if self.operation == "WRITE" else "source"
+        return name, self.metadata[name][1]
 
     def begin(self) -> None:
         """Start the operation and return when its bytes are seen landing. Raises Void."""
@@ -184,6 +186,11 @@ class Trial:
                 return False
             time.sleep(0.002)
         return self.phase == ENDED
+
+    def probe(self) -> str:
+        """Have the initiator move one more byte; what NIXL said of that."""
+        other, address = self._other()
+        return str(self.initiator.call("probe", self.operation, other, address))
 
     def expect_cut_short(self) -> None:
         """The event was to stop the operation. Raises Void if all but finished before it took."""
