@@ -14,6 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -86,15 +87,18 @@ class Fate:
     def __post_init__(self) -> None:
         """Raise ValueError when a settling report precedes a piece or another report."""
         last = max((piece.at for piece in self.pieces), default=0)
-        for report, after in zip(self.reports, (*self.reports[1:], None), strict=True):
-            settles = report.progress in (Progress.DONE, Progress.FAILED)
-            if settles and (report.at < last or after is not None):
+        settling = (Progress.DONE, Progress.FAILED)
+        for report in self.reports:
+            if report.progress in settling and report.at < last:
                 raise ValueError(
-                    f"the report {report.progress} at {report.at} settles a write of which "
-                    f"something still follows (last piece at {last}, next report {after})"
+                    f"the report {report.progress} at {report.at} settles a write of which a "
+                    f"piece lands at {last}"
                 )
-            if after is not None and after.at < report.at:
-                raise ValueError(f"reports are out of order: {after.at} after {report.at}")
+        for earlier, later in pairwise(self.reports):
+            if earlier.progress in settling:
+                raise ValueError(f"a report at {later.at} follows one that settles the write")
+            if later.at < earlier.at:
+                raise ValueError(f"reports are out of order: {later.at} after {earlier.at}")
 
     def progress(self, now: int) -> tuple[ProgressKind, str]:
         """What a poll at `now` answers."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Lane = Literal["memory", "memory-delayed", "nixl", "nixl-tcp"]
 LANES: tuple[Lane, ...] = ("memory", "memory-delayed", "nixl", "nixl-tcp")
 POOL_BYTES = 16 * 1024 * 1024
-LIMIT_S = 20  # a lost event, not a slow one
+LIMIT_S = 60  # a lost event, not a slow one
 FOREVER = 2**62
 
 

@@ -45,6 +45,7 @@ def _program(ending: str) -> None:
     sys.exit(EXIT_CODE)
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("tls", ["", "tcp"])
 def test_the_exit_code_is_the_programs_own(tls: str, ending: str) -> None:
@@ -56,7 +57,7 @@ def test_the_exit_code_is_the_programs_own(tls: str, ending: str) -> None:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=110,
         check=False,
     )
     assert done.returncode == EXIT_CODE, done.stdout + done.stderr
