@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct(">IHB")
 _MORE = 1
 _STREAMS = 2**16
+_WHOLE = 0  # the stream of every message that fits one frame
 
 
 @dataclass(slots=True)
@@ -57,10 +58,13 @@ class Outbox:
     ) -> None:
         """Append a message. Raises ValueError when it is over its kind's bound."""
         body = wire.encode(message)
-        self._stream = (self._stream + 1) % _STREAMS
-        item = _Outgoing(body, key, gate, self._stream)
+        stream = _WHOLE
+        if len(body) > FRAME_BYTES_MAX:
+            # Only one big message is half sent at a time, so no id is in use twice.
+            stream = self._stream = self._stream % (_STREAMS - 1) + 1
+        item = _Outgoing(body, key, gate, stream)
         self.bytes_waiting += len(body)
-        if len(body) > FRAME_BYTES_MAX or (key is not None and key in self._big_keys):
+        if stream != _WHOLE or (key is not None and key in self._big_keys):
             self._big.append(item)
             if key is not None:
                 self._big_keys[key] = self._big_keys.get(key, 0) + 1
@@ -113,6 +117,7 @@ class Inbox:
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._parts: dict[int, bytearray] = {}
+        self._bytes_half_sent = 0
         self.unknown = 0
 
     def feed(self, data: bytes) -> list[wire.AnyMessage]:
@@ -149,11 +154,13 @@ class Inbox:
         if whole is None:
             whole = part
         else:
+            self._bytes_half_sent -= len(whole)
             whole += part
-        if len(whole) > wire.MESSAGE_BYTES_MAX:
-            raise wire.WireError(f"message over {wire.MESSAGE_BYTES_MAX} bytes")
         if not more:
             return whole
+        self._bytes_half_sent += len(whole)
+        if self._bytes_half_sent > wire.MESSAGE_BYTES_MAX:
+            raise wire.WireError(f"over {wire.MESSAGE_BYTES_MAX} bytes of messages half sent")
         if len(self._parts) >= STREAMS_OPEN_MAX:
             raise wire.WireError(f"more than {STREAMS_OPEN_MAX} messages half sent")
         self._parts[stream] = whole

@@ -221,6 +221,8 @@ class _Tagged(msgspec.Struct):
     t: str
 
 
+# Nesting without end is met while unknown fields are skipped.
+_UNREADABLE: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _tag_decoder = msgspec.msgpack.Decoder(_Tagged)
 
 
@@ -248,7 +250,7 @@ def decode(body: bytes) -> AnyMessage | None:
     """
     try:
         tag = _tag_decoder.decode(body).t
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise WireError(f"message without a readable tag: {error}") from None
     if tag not in KINDS:
         return None
@@ -257,5 +259,5 @@ def decode(body: bytes) -> AnyMessage | None:
         raise WireError(f"message {tag} has {len(body)} bytes, its bound is {size_max}")
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise WireError(f"message {tag}: {error}") from None
