@@ -7,6 +7,7 @@ API.
 from __future__ import annotations
 
 import asyncio
+import traceback
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -113,8 +114,8 @@ async def _receive(world: World, life: Life, request: Request, attempt: int) -> 
     if request.nested:
         slots.nested = rx.cancel
     user = life.spawn(use())
-    await _misbehave(manner, request.target_moment_s, user, side, rx.cancel)
-    await asyncio.gather(user, return_exceptions=True)
+    await _misbehave(manner, request.target_moment_s, user, ends, rx.cancel)
+    await _until_over(world, side, user)
     if not ends:
         world.checkers.never_begins(side)
         life.give_back(taken)
@@ -181,8 +182,8 @@ async def _send(world: World, life: Life, request: Request, attempt: int) -> str
             return None if manner is Manner.SEALS else await tx
 
     user = life.spawn(use())
-    await _misbehave(manner, request.source_moment_s, user, side, tx.cancel)
-    await asyncio.gather(user, return_exceptions=True)
+    await _misbehave(manner, request.source_moment_s, user, ends, tx.cancel)
+    await _until_over(world, side, user)
     outcome = "never began"
     if ends:
         outcome = await ends[0]
@@ -300,19 +301,29 @@ async def _misbehave(
     manner: Manner,
     moment_s: float,
     user: asyncio.Task[Any],
-    side: Side,
+    entered: list[asyncio.Task[str]],
     cancel: Callable[[str], None],
 ) -> None:
     """Do to a running transfer what `manner` says, `moment_s` from now."""
     if manner is Manner.CANCELS:
         await asyncio.sleep(moment_s)
         for reason in ("the client left", "the client left again"):
-            if side.began:
+            if entered:
                 cancel(reason)
             await asyncio.sleep(0)
     elif manner is Manner.DIES:
         await asyncio.sleep(moment_s)
         user.cancel()
+
+
+async def _until_over(world: World, side: Side, user: asyncio.Task[Any]) -> None:
+    """Wait for the caller's code; only a transfer's outcome or a full engine may stop it."""
+    (result,) = await asyncio.gather(user, return_exceptions=True)
+    if not isinstance(result, BaseException) or isinstance(result, asyncio.CancelledError):
+        return
+    if not isinstance(result, KvferryError) or result.code in ("usage", "internalerror"):
+        text = "".join(traceback.format_exception(result))
+        world.checkers.violate("no error is lost", f"{side.title}: {text}", side.request)
 
 
 async def _hear_end(world: World, side: Side, handle: Any) -> str:

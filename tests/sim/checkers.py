@@ -178,6 +178,8 @@ class Checkers:
                 )
             return
         side.ended_s, side.outcome = now, outcome
+        if outcome.startswith(("InternalError", "UsageError")):
+            self.violate("no error is lost", f"{side.title}: {outcome}", side.request)
         matched = any(
             side.started_s <= at <= side.started_s + side.match_s + SLACK_S + side.pauses_s()
             for at in self._moving.get(side.request, ())

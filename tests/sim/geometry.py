@@ -7,6 +7,7 @@ coordinates never have the same tag.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -58,9 +59,9 @@ class SimGroup:
             step *= self.extents[axis]
         return strides
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
-        return int(np.prod(list(self.extents.values())))
+        return math.prod(self.extents.values())
 
     @property
     def stride(self) -> int:

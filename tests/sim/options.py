@@ -66,6 +66,8 @@ class Options:
     spread_s: float
     slots: int
     window: int
+    offers_max: int
+    transfers_max: int
     cancel: float
 
     def has(self, fault: Fault) -> bool:
@@ -105,5 +107,7 @@ def draw(prng: random.Random) -> Options:
         spread_s=prng.choice((0.05, 1.0, 6.0)),
         slots=prng.choice((12, 16, 24)),
         window=prng.choice((1, 4, 32)),
+        offers_max=prng.choice((2, 4096, 4096)),
+        transfers_max=prng.choice((3, 1000, 1000)),
         cancel=prng.choice((0.0, 0.2, 0.5)),
     )

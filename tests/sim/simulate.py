@@ -150,6 +150,8 @@ async def _main(
     except _Stuck as error:
         stuck = _unfinished(world) or _owed(world)
         world.checkers.violate("liveness", str(error), stuck[0].request if stuck else None)
+    except Exception:  # noqa: BLE001 - an error of the workload itself is told with its seed, too
+        world.checkers.violate("no error is lost", traceback.format_exc())
     finally:
         world.checkers.over = True
         result.steps, result.virtual_s = loop.steps, loop.time()
@@ -189,6 +191,7 @@ async def _play(world: World, options: Options) -> None:
     for life in world.lives:
         life.starve()
     await _within(LIVENESS_S, callers, lambda: f"these did not end: {_titles(_unfinished(world))}")
+    callers.result()
     returned = asyncio.ensure_future(_all_returned(world))
     await _within(LIVENESS_S, returned, lambda: f"slots are not back: {_titles(_owed(world))}")
     watch.cancel()
@@ -215,6 +218,7 @@ async def _restart(life: Life) -> None:
 
 async def _serve(life: Life) -> None:
     """A process's main: an engine for as long as it lives."""
+    options = life.world.options
     config = Config(
         name=life.name,
         listen=life.address,
@@ -224,7 +228,10 @@ async def _serve(life: Life) -> None:
         permit_ttl_s=PERMIT_TTL_S,
         dial_s=3.0,
         close_s=CLOSE_S,
-        peer_posted_writes_max=life.world.options.window,
+        peer_posted_writes_max=options.window,
+        offers_waiting_max=options.offers_max,
+        sends_max=options.transfers_max,
+        receives_max=options.transfers_max,
     )
     async with Engine(
         config, layout=layout_of(life.space), transport=life.transport(), host=life.host
