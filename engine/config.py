@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 import msgspec
 
 from . import limits
@@ -68,4 +70,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def _is_loopback(self) -> bool:
         host = (self.listen or "").rpartition(":")[0].strip("[]")
-        return host in ("localhost", "::1") or host.startswith("127.")
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"  # any other name may lead anywhere

@@ -34,11 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a handle needs of its engine. `check` raises UsageError unless it may be used."""
+    """What a handle needs of its engine.
+
+    check: raises UsageError unless the engine may be used here and now.
+    check_place: raises UsageError in another thread or process; a closed engine is fine.
+    """
 
     driver: Driver
     layout: Layout
     check: Callable[[], None]
+    check_place: Callable[[], None]
 
 
 def check_spans(layout: Layout, spans: Mapping[str, Span]) -> dict[str, Span]:
@@ -48,6 +53,13 @@ def check_spans(layout: Layout, spans: Mapping[str, Span]) -> dict[str, Span]:
             raise UsageError(f"group {group!r}: a Span is needed, not {type(span).__name__}")
         layout.check_slots(group, span.slots())
     return dict(spans)
+
+
+def _check_reason(reason: str) -> str:
+    """A text that can travel. Raises UsageError."""
+    if not isinstance(reason, str):
+        raise UsageError(f"reason is {reason!r}, must be a str")
+    return reason.encode(errors="replace").decode()
 
 
 class _Transfer:
@@ -104,6 +116,7 @@ class _Transfer:
         return self._result
 
     def _entered(self) -> TargetTransfer | SourceTransfer:
+        self._access.check_place()
         if self._transfer is None:
             raise UsageError("enter the transfer first: `async with ... as transfer:`")
         return self._transfer
@@ -182,8 +195,8 @@ class Receive(_Transfer):
 
     def cancel(self, reason: str) -> None:
         """End it, in any state; never waits. Idempotent. The slots follow with evidence."""
-        number = self._entered().number
-        self._access.driver.do(lambda router, now: router.target.cancel(number, reason, now))
+        number, text = self._entered().number, _check_reason(reason)
+        self._access.driver.do(lambda router, now: router.target.cancel(number, text, now))
 
 
 class Send(_Transfer):
@@ -289,10 +302,12 @@ class Send(_Transfer):
         Never waits. Raises UsageError for a second finish or too much aux.
         """
         number = self._entered().number
+        if not isinstance(aux, bytes):
+            raise UsageError(f"aux is {type(aux).__name__}, must be bytes")
         self._access.driver.do(lambda router, now: router.source.finish(number, aux, now))
         self._sealed = True
 
     def cancel(self, reason: str) -> None:
         """End it, in any state; never waits. Idempotent. The blocks follow with evidence."""
-        number = self._entered().number
-        self._access.driver.do(lambda router, now: router.source.cancel(number, reason, now))
+        number, text = self._entered().number, _check_reason(reason)
+        self._access.driver.do(lambda router, now: router.source.cancel(number, text, now))

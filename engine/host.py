@@ -87,7 +87,7 @@ class TcpListener:
 def split_address(address: str) -> tuple[str, int]:
     """("host", port) of "host:port" or "[v6]:port". Raises UsageError."""
     host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
+    if not colon or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f'address {address!r} is not "host:port" with a port of 0 to 65535')
     return host.strip("[]") or "0.0.0.0", int(port)
 

@@ -26,10 +26,8 @@ class Key(msgspec.Struct, frozen=True, order=True):
     def check(self) -> Key:
         """Return self. Raises UsageError that names the field out of bounds."""
         check_request(self.request)
-        if not 0 <= self.attempt <= _ATTEMPT_MAX:
-            raise UsageError(f"key.attempt is {self.attempt}, must be 0 to {_ATTEMPT_MAX}")
-        if not 0 <= self.branch <= _BRANCH_MAX:
-            raise UsageError(f"key.branch is {self.branch}, must be 0 to {_BRANCH_MAX}")
+        _check_number("attempt", self.attempt, _ATTEMPT_MAX)
+        _check_number("branch", self.branch, _BRANCH_MAX)
         return self
 
     @property
@@ -54,6 +52,8 @@ class Peer(msgspec.Struct, frozen=True):
 
 def check_request(request: str) -> str:
     """Return `request`. Raises UsageError unless it is 1 to 128 bytes of UTF-8."""
+    if not isinstance(request, str):
+        raise UsageError(f"request id is {request!r}, must be a str")
     try:
         size = len(request.encode())
     except UnicodeEncodeError as error:
@@ -63,3 +63,10 @@ def check_request(request: str) -> str:
             f"request id has {size} bytes of UTF-8, must be 1 to {REQUEST_ID_BYTES_MAX}"
         )
     return request
+
+
+def _check_number(field: str, value: int, high: int) -> None:
+    if type(value) is not int:  # what is no plain integer fails on its way to the peer
+        raise UsageError(f"key.{field} is {value!r}, must be an int")
+    if not 0 <= value <= high:
+        raise UsageError(f"key.{field} is {value}, must be 0 to {high}")

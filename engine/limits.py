@@ -12,6 +12,10 @@ REQUEST_ID_BYTES_MAX: Final = 128
 PEER_NAME_BYTES_MAX: Final = 128
 REASON_CHARS_MAX: Final = 1000  # of a text that a peer is told
 
+# What callers ask for
+TOKENS_MAX: Final = 2**31 - 1  # ordinals travel as int32
+PRIORITY_MAX: Final = 2**31 - 1
+
 # Control connection
 FRAME_BYTES_MAX: Final = 64 * 1024
 WIRE_VERSION_MIN: Final = 1

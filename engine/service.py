@@ -7,6 +7,7 @@ here, in the caller that made it, and changes nothing; closing never forgets mem
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import threading
 from dataclasses import dataclass
@@ -16,17 +17,24 @@ from .driver import Driver
 from .errors import UsageError
 from .handles import Access, Receive, Send, check_spans
 from .host import RealHost
-from .keys import check_request
-from .limits import FRAME_BYTES_MAX, OFFER_BYTES_MAX
+from .keys import Peer, check_request
+from .limits import (
+    FRAME_BYTES_MAX,
+    OFFER_BYTES_MAX,
+    PEER_NAME_BYTES_MAX,
+    PRIORITY_MAX,
+    TOKENS_MAX,
+)
 from .spans import Span, blocks_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import TracebackType
-    from typing import Self
+    from typing import Self, SupportsIndex
 
     from .config import Config
-    from .keys import Key, Peer
+    from .handles import Seconds
+    from .keys import Key
     from .layout import Layout
     from .lease import Slots
     from .ports import CacheFacts, Host, Transport
@@ -103,8 +111,11 @@ class Engine:
     async def aclose(self) -> None:
         """Cancel every transfer, wait (bounded by `Config.close_s`) for memory to be safe, close.
 
-        Idempotent. Cancelling it stops the waiting, not the closing.
+        Idempotent. Cancelling it stops the waiting, not the closing. Raises UsageError in another
+        thread or process.
         """
+        if self._driver is not None:
+            self._check_place()
         self._closed = True
         if self._driver is not None:
             await self._driver.close()
@@ -149,7 +160,13 @@ class Engine:
         """
         self._check()
         key.check()
-        _check_tokens(tokens, tokens if min_tokens is None else min_tokens)
+        _check_peer(source)
+        tokens = _check_integer("tokens", tokens, 0, TOKENS_MAX)
+        wanted = tokens if min_tokens is None else min_tokens
+        least = _check_integer("min_tokens", wanted, 0, tokens)
+        priority = _check_integer("priority", priority, -PRIORITY_MAX, PRIORITY_MAX)
+        deadlines_s = _check_deadlines(match_s, stall_s, total_s)
+        _check_callable(on_released)
         checked = check_spans(self._layout, need)
         for group, span in checked.items():
             self._check_need(group, span, tokens)
@@ -162,9 +179,9 @@ class Engine:
             source,
             checked,
             tokens,
-            tokens if min_tokens is None else min_tokens,
+            least,
             priority,
-            (match_s, stall_s, total_s),
+            deadlines_s,
             on_released,
         )
 
@@ -193,11 +210,13 @@ class Engine:
             raise UsageError("send takes either facts or tokens")
         promised = tokens if facts is None else facts.tokens
         assert promised is not None
-        _check_tokens(promised, 0)
+        promised = _check_integer("tokens", promised, 0, TOKENS_MAX)
+        deadlines_s = _check_deadlines(match_s, stall_s, total_s)
         released = on_released if facts is None else facts.released
         if released is None:
             raise UsageError("send with tokens needs on_released: it gives your blocks back")
-        return Send(self._access(), request, facts, promised, (match_s, stall_s, total_s), released)
+        _check_callable(released)
+        return Send(self._access(), request, facts, promised, deadlines_s, released)
 
     # ------------------------------------------------------------ looking
 
@@ -233,7 +252,7 @@ class Engine:
     # ------------------------------------------------------------ checks
 
     def _access(self) -> Access:
-        return Access(self._open(), self._layout, self._check)
+        return Access(self._open(), self._layout, self._check, self._check_place)
 
     def _open(self) -> Driver:
         assert self._driver is not None
@@ -244,12 +263,17 @@ class Engine:
         name = self._config.name
         if self._driver is None:
             raise UsageError(f"engine {name} is not started: use it in `async with engine:`")
+        self._check_place()
+        if self._closed:
+            raise UsageError(f"engine {name} is closed", code="closed")
+
+    def _check_place(self) -> None:
+        """Raise UsageError in a thread or process that this engine does not belong to."""
+        name = self._config.name
         if self._pid != os.getpid():
             raise UsageError(f"engine {name} was started in another process: fork copies no engine")
         if self._thread != threading.get_ident():
             raise UsageError(f"engine {name} belongs to the thread of its event loop")
-        if self._closed:
-            raise UsageError(f"engine {name} is closed", code="closed")
 
     def _check_need(self, group: str, span: Span, tokens: int) -> None:
         blocks = blocks_for(tokens, self._layout.group(group).tokens_per_block)
@@ -261,6 +285,38 @@ class Engine:
             )
 
 
-def _check_tokens(tokens: int, min_tokens: int) -> None:
-    if not 0 <= min_tokens <= tokens:
-        raise UsageError(f"tokens is {tokens} and min_tokens {min_tokens}: 0 <= min <= tokens")
+def _check_integer(name: str, value: SupportsIndex, low: int, high: int) -> int:
+    """A plain int, also from numpy's: nothing else can travel. Raises UsageError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UsageError(f"{name} is {value!r}, must be an integer") from None
+    if not low <= number <= high:
+        raise UsageError(f"{name} is {number}, must be {low} to {high}")
+    return number
+
+
+def _check_deadlines(*seconds: float | None) -> Seconds:
+    """Raise UsageError unless each is None or over 0 and under 1e6, as in `Config`."""
+    for name, value in zip(("match_s", "stall_s", "total_s"), seconds, strict=True):
+        if value is not None and not (isinstance(value, int | float) and 0 < value < 1e6):
+            raise UsageError(f"{name} is {value!r}, must be over 0 and under 1e6")
+    match_s, stall_s, total_s = seconds
+    return match_s, stall_s, total_s
+
+
+def _check_peer(peer: Peer) -> None:
+    texts = isinstance(peer, Peer) and [type(peer.name), type(peer.address)]
+    if texts != [str, str]:
+        raise UsageError(f"source is {peer!r}, must be a Peer of two strings")
+    try:
+        size = len(peer.name.encode())
+    except UnicodeEncodeError as error:
+        raise UsageError(f"source.name {peer.name!r} is not valid UTF-8: {error}") from None
+    if not 1 <= size <= PEER_NAME_BYTES_MAX:
+        raise UsageError(f"source.name has {size} bytes, must be 1 to {PEER_NAME_BYTES_MAX}")
+
+
+def _check_callable(on_released: object) -> None:
+    if not callable(on_released):
+        raise UsageError(f"on_released is {on_released!r}, must be callable")
