@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -55,9 +56,17 @@ class Handle(Protocol):
 class Driver:
     """One engine at work. `start` and `close` are called once each, on the loop that owns it."""
 
-    def __init__(self, config: Config, layout: Layout, transport: Transport, host: Host) -> None:
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        owners: tuple[object, ...],
+        transport: Transport,
+        host: Host,
+    ) -> None:
         self._config = config
         self._layout = layout
+        self._owners = owners
         self._transport = transport
         self._host = host
         self._loop = asyncio.get_running_loop()
@@ -141,9 +150,8 @@ class Driver:
 
     async def _open(self) -> None:
         incarnation = self._host.entropy(16).hex()
-        self._transport.start(
-            f"{self._config.name}/{incarnation}", self._layout.regions(), self._deliver
-        )
+        regions = [replace(region, owner=self._owners) for region in self._layout.regions()]
+        self._transport.start(f"{self._config.name}/{incarnation}", regions, self._deliver)
         self._transport_started = True
         while len(self._agents_open) < self._transport.agents:
             for agent, text in self._agents_stopped.items():

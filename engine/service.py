@@ -28,7 +28,7 @@ from .limits import (
 from .spans import Span, blocks_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
     from typing import Self, SupportsIndex
 
@@ -67,7 +67,9 @@ class Engine:
     """One rank's transfer engine: source and target at once, on one event loop.
 
     config: see `Config`. layout: this rank's pools and layer groups. transport: `kvferry.nixl()`
-    or another; it belongs to this engine. host: replaced only by simulations.
+    or another; it belongs to this engine. owners: the tensors or arrays that the layout's
+    addresses lie in; they are kept alive for as long as anything may still touch them, which can
+    be longer than this engine is. host: replaced only by simulations.
 
     Use it as an async context manager, or `start` and `aclose` (in different tasks, if a
     lifespan or a fixture does so). Only the thread of its loop may call it.
@@ -79,11 +81,13 @@ class Engine:
         *,
         layout: Layout,
         transport: Transport,
+        owners: Sequence[object] = (),
         host: Host | None = None,
     ) -> None:
         self._config = config
         self._layout = layout.check()
         self._transport = transport
+        self._owners = tuple(owners)
         self._host: Host = host or RealHost()
         self._driver: Driver | None = None
         self._thread = 0
@@ -101,7 +105,7 @@ class Engine:
         if self._driver is not None or self._closed:
             raise UsageError(f"engine {self._config.name} was started before, make a new one")
         self._thread, self._pid = threading.get_ident(), os.getpid()
-        self._driver = Driver(self._config, self._layout, self._transport, self._host)
+        self._driver = Driver(self._config, self._layout, self._owners, self._transport, self._host)
         try:
             await self._driver.start()
         except BaseException:
