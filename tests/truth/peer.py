@@ -22,6 +22,12 @@ _ROOT = Path(__file__).parents[2]
 _COMMAND_S = 60.0
 
 
+def _plain_environment() -> dict[str, str]:
+    """The environment without what would choose lanes or time-outs for the nodes."""
+    chosen = ("UCX_", "NIXL_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
+
+
 class NodeDied(Exception):
     """A node ended on its own: `code` is its return code (minus the signal's number)."""
 
@@ -46,7 +52,7 @@ class Peer:
         self.process = subprocess.Popen(
             [*prefix, sys.executable, "-m", "tests.truth.node", *words],
             cwd=_ROOT,
-            env=os.environ | env,
+            env=_plain_environment() | env,
             pass_fds=handles,
         )
         theirs.close()

@@ -26,7 +26,7 @@ class Row:
     """One row.
 
     `foreign`: whether bytes land although the evidence was waited for; None: now and then.
-    `evidence` is what the target (or its owner) waits for, "" when there is only the event.
+    `evidence`: what is waited for before the target's memory is given away.
     `states`: what NIXL may report at the initiator. `may_die`: see Trial.
     """
 
@@ -106,11 +106,14 @@ def _pair(
     lane: Lane,
     scenario: Callable[[Trial], Outcome],
     write: tuple[Any, ...],
-    read: tuple[Any, ...] | None,
+    read: tuple[Any, ...],
     **options: Any,
 ) -> list[Row]:
-    rows = [Row(event, lane, "WRITE", scenario, *write, **options)]
-    return rows + ([Row(event, lane, "READ", scenario, *read, **options)] if read else [])
+    """The two operations of one event on one lane: (evidence, foreign, states) of each."""
+    return [
+        Row(event, lane, "WRITE", scenario, *write, **options),
+        Row(event, lane, "READ", scenario, *read, **options),
+    ]
 
 
 _CLOSED = "none of the target's sockets of that peer is open"
@@ -146,6 +149,15 @@ ROWS: list[Row] = [
         scenarios.source_stopped,
         ("the source saw DONE", False, ("DONE",)),
         (_OWN_END, False, ("DONE",)),
+    ),
+    Row(
+        "target stopped and continued",
+        "tcp",
+        "WRITE",
+        scenarios.target_stopped,
+        f"the source saw its endpoint's error, and {_CLOSED}",
+        False,
+        (DISCONNECT,),
     ),
     *_pair(
         "network cut and healed",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 
 from tests.truth.peer import NodeDied
-from tests.truth.shared import MIB
+from tests.truth.shared import ENDED, MIB
 from tests.truth.trial import REUSED, SOURCE, USER_TIMEOUT_S, Outcome, Trial, Void
 
 _PAST_TIMEOUTS_S = USER_TIMEOUT_S * 2
@@ -68,6 +68,9 @@ def source_stopped(trial: Trial) -> Outcome:
         return trial.settle()
     time.sleep(_PAST_TIMEOUTS_S)
     trial.notes["meanwhile"] = trial.state
+    if trial.phase == ENDED:
+        # The stopped source's receive buffer was full of requests, which counts as a time-out.
+        raise Void(f"{trial.state} while the source was stopped")
     if trial.evidence:
         trial.source.resume()
         trial.wait_end()
@@ -75,6 +78,22 @@ def source_stopped(trial: Trial) -> Outcome:
     else:
         trial.refill()
         trial.source.resume()
+    return trial.settle()
+
+
+def target_stopped(trial: Trial) -> Outcome:
+    """The target is stopped until the source's endpoint gives it up, then continued."""
+    trial.begin()
+    trial.target.stop()
+    trial.event()
+    trial.wait_end()
+    if trial.evidence:
+        trial.target.resume()
+        trial.notes["closed_after_s"] = trial.target.call("wait_closed", trial.source_ends)
+        trial.refill()
+    else:
+        trial.refill()
+        trial.target.resume()
     return trial.settle()
 
 
@@ -157,8 +176,8 @@ def handle_released(trial: Trial) -> Outcome:
     except NodeDied as death:
         trial.notes["release"] = str(death)
     trial.notes["meanwhile"] = trial.state
-    trial.source.pool.bytes[:] = REUSED
     trial.refill()
+    trial.source.pool.bytes[:] = REUSED
     outcome = trial.settle()
     outcome.notes["reused"] = int((trial.target.pool.bytes == REUSED).sum())
     return outcome
