@@ -41,6 +41,7 @@ STEPS_MAX = 400_000
 UP_S = 30.0
 SAFETY_S = 12.0
 LIVENESS_S = 60.0
+NOTICED_S = 10.0  # the longest partition and a permit
 STARVED_S = 25.0
 CLOSE_S = 5.0
 CLOSED_S = 30.0
@@ -213,6 +214,7 @@ async def _restart(life: Life) -> None:
         assert life.serving is not None
         await _first(life.serving)
         life.serving.result()
+        life.ended_s = life.world.loop.time()
     await _begin_life(life.world, life.name, life.address).up
 
 
@@ -280,10 +282,17 @@ def _titles(sides: list[Side]) -> str:
 
 
 def _excused(world: World, side: Side) -> bool:
-    """Whether evidence can't be had: the source died, or a completion is lost for good."""
-    if side.peer and any(life.over for life in world.lives if life.name == side.peer):
-        return True
-    return any(write.touches(side) for write in world.checkers.lost)
+    """Whether evidence can't be had: the source ended, or a completion is lost for good."""
+    return _source_is_over(world, side) or any(w.touches(side) for w in world.checkers.lost)
+
+
+def _source_is_over(world: World, side: Side) -> bool:
+    """Whether its slots may have been offered to a source that ended, before that was noticed."""
+    return any(
+        life.over and (life.ended_s is None or life.ended_s >= side.started_s - NOTICED_S)
+        for life in world.lives
+        if life.name == side.peer
+    )
 
 
 async def _all_returned(world: World) -> None:
@@ -297,16 +306,20 @@ def _balance(world: World) -> None:
         if life.over or life.engine is None:
             continue
         stats = life.engine.stats()
-        owed = sum(s.outstanding for s in world.checkers.receives if s.space is life.space)
-        if owed != stats.slots_lent:
+        receives = [s for s in world.checkers.receives if s.space is life.space]
+        owed = sum(side.outstanding for side in receives)
+        stranded = sum(
+            side.outstanding
+            for side in receives
+            if not any(write.touches(side) for write in world.checkers.lost)
+        )
+        if not (owed == stats.slots_lent and stranded <= stats.slots_quarantined <= owed):
             world.checkers.violate(
-                "I6", f"{owed} slots of {life.owner} are out, it counts {stats.slots_lent}"
+                "I6", f"{life.owner}: {owed} slots are out, {stranded} for good; it says {stats}"
             )
         owed = sum(s.outstanding for s in world.checkers.sends if s.space is life.space)
         if bool(owed) != bool(stats.writes_open):
-            world.checkers.violate(
-                "I6", f"{owed} blocks of {life.owner} are out, {stats.writes_open} writes are open"
-            )
+            world.checkers.violate("I6", f"{life.owner}: {owed} blocks are out; it says {stats}")
 
 
 async def _watch_integrity(world: World) -> None:

@@ -72,6 +72,7 @@ class Life:
         self.closing = asyncio.Event()
         self.died: asyncio.Future[None] = world.loop.create_future()
         self.dead = False
+        self.ended_s: float | None = None
         self.closed = False  # its engine was closed; the process goes on without one
         self._awaited: asyncio.Future[None] | None = None
         self.starved = False
@@ -239,6 +240,7 @@ class World:
         """Everything of this process ends at once; what it posted still lands."""
         self.checkers.note(None, f"{life.owner} is killed")
         life.dead = True
+        life.ended_s = self.loop.time()
         life.died.set_result(None)
         life.gate.dead = True
         life.space.alive = False
