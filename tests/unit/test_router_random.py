@@ -18,7 +18,7 @@ from kvferry.engine.limits import PERMIT_LINGER_S
 from tests.unit.pair import SLOTS, End, Handle, Pair
 
 SEEDS = 150
-STEPS = 400
+STEPS = 600
 seen: Counter[str] = Counter()
 
 
@@ -35,9 +35,10 @@ class Chaos:
             peer_posted_writes_max=rng.choice([1, 3, 32]),
         )
         self.targets = [pair.decode, pair.add("rival", permit_ttl_s=rng.choice([0.5, 10.0]))]
-        self.losses = rng.choice([0.0, 0.005, 0.03])
-        self.doubts = rng.choice([0.0, 0.1])
+        self.losses = rng.choice([0.0, 0.01, 0.04])
+        self.doubts = rng.choice([0.0, 0.05])
         self.attempts: Counter[str] = Counter()
+        self.open_sends: dict[Handle, list[int]] = {}  # next ordinal, and where it ends
         for end in pair.ends:
             end.worker.prompt = False
 
@@ -47,67 +48,77 @@ class Chaos:
         held = {slot for h in end.handles.values() if not h.fenced for _, slot in h.owned}
         return [slot for slot in range(SLOTS) if slot not in held]
 
+    def deadlines(self) -> tuple[float | None, float | None, float | None]:
+        hurry = self.rng.random() < 0.15
+        match, stall, total = (
+            self.rng.choice([None, 0.5, 3.0]) if hurry else None for _ in range(3)
+        )
+        return match, stall, total
+
     def receive(self) -> None:
         end, rng = self.rng.choice(self.targets), self.rng
-        request = f"r{rng.randrange(5)}"
-        self.attempts[request] += rng.choice([0, 1, 1, 1])
-        key = Key(request, max(0, self.attempts[request] - rng.choice([0, 0, 0, 1])))
-        slots = rng.sample(self.free(end), min(len(self.free(end)), rng.randrange(1, 9)))
-        deadlines = tuple(rng.choice([None, None, 0.5, 3.0]) for _ in range(3))
+        request = f"r{rng.randrange(6)}"
+        self.attempts[request] += rng.random() < 0.7
+        attempt = self.attempts[request] - (rng.random() < 0.1)
+        free = self.free(end)
+        slots = rng.sample(free, min(len(free), rng.randrange(1, 9)))
+        least = rng.choice([0, 0, 0, None])
         try:
             end.receive(
-                key,
+                Key(request, max(0, attempt)),
                 self.pair.prefill,
                 slots,
-                min_tokens=rng.choice([0, None]),
-                deadlines_s=deadlines,
+                min_tokens=least,
+                deadlines_s=self.deadlines(),
             )
         except (Busy, UsageError) as error:
             seen[f"receive {error.code}"] += 1
 
     def send(self) -> None:
-        tokens = self.rng.choice([4, 16, 32, 40])
-        deadlines = tuple(self.rng.choice([None, None, 0.5, 3.0]) for _ in range(3))
+        tokens = self.rng.choice([4, 16, 32])
         try:
-            self.pair.prefill.send(f"r{self.rng.randrange(5)}", tokens, deadlines)
+            handle = self.pair.prefill.send(f"r{self.rng.randrange(6)}", tokens, self.deadlines())
         except (Busy, UsageError) as error:
             seen[f"send {error.code}"] += 1
-
-    def sends(self) -> list[Handle]:
-        return [h for h in self.pair.prefill.handles.values() if not h.fenced]
+        else:
+            self.open_sends[handle] = [0, tokens // 4]
 
     def push(self) -> None:
-        end = self.pair.prefill
-        if not (sends := self.sends()):
+        """The next blocks of a send, now and then a wrong one; sealed when all are pushed."""
+        end, rng = self.pair.prefill, self.rng
+        if not self.open_sends:
             return
-        handle, free = self.rng.choice(sends), self.free(end)
-        slots = self.rng.sample(free, min(len(free), self.rng.randrange(1, 6)))
+        handle = rng.choice(list(self.open_sends))
+        first, stop = self.open_sends[handle]
+        if rng.random() < 0.05:
+            first = rng.randrange(8)
+        free = self.free(end)
+        count = min(len(free), rng.randrange(1, 5), max(1, stop - first))
         try:
-            end.push(handle, slots, first=self.rng.randrange(8))
+            end.push(handle, rng.sample(free, count), first=first)
         except UsageError:
             seen["push refused"] += 1
-
-    def finish(self) -> None:
-        if sends := self.sends():
-            try:
-                self.pair.prefill.finish(self.rng.choice(sends), b"aux")
-            except UsageError:
-                seen["finish refused"] += 1
+            return
+        self.open_sends[handle][0] = max(self.open_sends[handle][0], first + count)
+        if self.open_sends[handle][0] >= stop or rng.random() < 0.05:
+            del self.open_sends[handle]
+            end.finish(handle, b"aux")
 
     def cancel(self) -> None:
         end = self.rng.choice(self.pair.ends)
-        if end.handles:
-            end.cancel(self.rng.choice(list(end.handles.values())))
+        if alive := [h for h in end.handles.values() if not h.fenced]:
+            end.cancel(self.rng.choice(alive))
 
     # ------------------------------------------------------------ the world
 
     def carry(self) -> None:
-        if self.pair.cables:
-            cable = self.rng.choice(self.pair.cables)
-            self.pair.carry(cable, self.rng.choice(cable.ends))
+        for _ in range(self.rng.randrange(4)):
+            if self.pair.cables:
+                cable = self.rng.choice(self.pair.cables)
+                self.pair.carry(cable, self.rng.choice(cable.ends))
 
     def connect(self) -> None:
-        if self.pair.dials and self.rng.random() < 0.2:
+        if self.pair.dials and self.rng.random() < 0.1:
             self.pair.refuse_dial(*self.pair.dials.popleft())
         else:
             self.pair.connect()
@@ -142,14 +153,14 @@ class Chaos:
                 worker.doubt(write)
                 seen["doubt"] += 1
             else:
-                worker.settle(write, rng.choice(["done"] * 9 + ["failed"]))
+                worker.settle(write, rng.choice(["done"] * 29 + ["failed"]))
         if worker.doubtful and rng.random() < 0.1:
             worker.settle(rng.choice(list(worker.doubtful)), rng.choice(["done", "failed"]))
         for end in self.pair.ends:
             end.work()
 
     def wait(self) -> None:
-        self.pair.wait(self.rng.choice([0.001, 0.01, 0.3, 2.0]), quiet=True)
+        self.pair.wait(self.rng.choice([0.001, 0.01, 0.01, 0.1, 0.1, 0.4, 2.0]), quiet=True)
 
     # ------------------------------------------------------------ the run
 
@@ -157,14 +168,13 @@ class Chaos:
         actions = [
             (self.receive, 6),
             (self.send, 6),
-            (self.push, 12),
-            (self.finish, 5),
-            (self.cancel, 2),
-            (self.carry, 50),
-            (self.connect, 8),
-            (self.lose, 2),
-            (self.lose_one_sided, 2),
-            (self.work, 30),
+            (self.push, 20),
+            (self.cancel, 1),
+            (self.carry, 60),
+            (self.connect, 6),
+            (self.lose, 1),
+            (self.lose_one_sided, 1),
+            (self.work, 40),
             (self.wait, 3),
         ]
         calls, weights = zip(*actions, strict=True)
