@@ -63,11 +63,12 @@ def main() -> None:
     _, name, parent, settings = sys.argv
     _die_with_parent(int(parent))
     # Only this pipe goes to the parent; whatever a library prints goes to stderr.
-    pipe = os.fdopen(os.dup(1), "wb", buffering=0)
+    pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 
     def report(message: Message) -> None:
         pipe.write(msgspec.json.encode(message) + b"\n")
+        pipe.flush()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sys.exit(runner.run(_serve(name, msgspec.json.decode(settings, type=Settings), report)))

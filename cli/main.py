@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from importlib.metadata import version
-from typing import Annotated, cast
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 
 from ..engine.errors import UsageError
 from .models import MODELS, find_model
-from .workload import Plant, Settings, default_scale
+from .workload import PLANTS, Settings, default_scale
 
 app = typer.Typer(
     add_completion=False,
@@ -25,9 +25,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-EXIT_UNVERIFIED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
+EXIT_UNVERIFIED: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_INTERRUPTED: Final = 130
 
 
 def _print_version(wanted: bool) -> None:
@@ -83,15 +83,15 @@ def demo(
 
     try:
         found = find_model(model)
-        if plant not in Plant.__args__:  # type: ignore[attr-defined]
-            raise UsageError(f"--plant is {plant!r}, must be one of {Plant.__args__[1:]}")  # type: ignore[attr-defined]
+        if plant not in PLANTS:
+            raise UsageError(f"--plant is {plant!r}, must be one of {', '.join(PLANTS[1:])}")
         settings = Settings(
             found,
             default_scale(found) if scale is None else scale,
             requests,
             seed,
             in_flight,
-            cast("Plant", plant),
+            plant,
         )
         with report.live_progress(requests) as watcher:
             outcome = asyncio.run(run_demo(settings, watcher))

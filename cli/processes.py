@@ -83,6 +83,7 @@ async def running(
             for name in names:
                 processes[name] = await asyncio.create_subprocess_exec(
                     sys.executable,
+                    "-P",  # as the command itself: not what lies in the current folder
                     "-m",
                     f"{__package__}.child",
                     name,

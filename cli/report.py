@@ -6,7 +6,7 @@ Two rules: a figure says what it was measured over; JSON goes to stdout alone, p
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from rich import box
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .outcome import Outcome, Side
 
-REASONS_SHOWN_MAX = 8
+_REASONS_SHOWN_MAX: Final = 8
 
 
 class Bar:
@@ -159,9 +159,9 @@ def verdict(outcome: Outcome) -> list[Text]:
         ]
     reasons = outcome.reasons
     lines = [Text("NOT verified", style="bold red")]
-    lines += [Text(f"  {reason}") for reason in reasons[:REASONS_SHOWN_MAX]]
-    if len(reasons) > REASONS_SHOWN_MAX:
-        lines.append(Text(f"  and {len(reasons) - REASONS_SHOWN_MAX} more"))
+    lines += [Text(f"  {reason}") for reason in reasons[:_REASONS_SHOWN_MAX]]
+    if len(reasons) > _REASONS_SHOWN_MAX:
+        lines.append(Text(f"  and {len(reasons) - _REASONS_SHOWN_MAX} more"))
     return lines
 
 

@@ -7,7 +7,7 @@ settings give the same workload, and a round fits into the pools.
 from __future__ import annotations
 
 import math
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from ..engine.errors import UsageError
 from .models import MODELS, Geometry
 
 Plant = Literal["", "wrong-anchor", "flip-byte", "extra-byte"]
+PLANTS: Final[tuple[Plant, ...]] = get_args(Plant)
 
 PROMPT_TOKENS_MIN: Final = 512  # of a request at scale 1
 PROMPT_TOKENS_MAX: Final = 2048

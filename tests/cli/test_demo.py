@@ -138,9 +138,9 @@ def test_help_and_version() -> None:
 class Run:
     """A demo in a process group of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: int = 400) -> None:
         self.process = subprocess.Popen(
-            [*_COMMAND, "demo", "--requests", "400"],
+            [*_COMMAND, "demo", "--json", "--requests", str(requests)],
             env=environment(""),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -203,6 +203,18 @@ def test_ctrl_c_ends_everything(whom: str, moment: str) -> None:
 
 
 @pytest.mark.slow
+def test_the_children_leave_ctrl_c_to_the_parent() -> None:
+    """A terminal sends it to all of them; a child that obeyed would end with a traceback."""
+    with Run(requests=64) as run:
+        for moment in ("starting", "running"):
+            run.wait_for(moment)
+            for child in run.children():
+                os.kill(child, signal.SIGINT)
+        out, err = run.process.communicate(timeout=_LIMIT_S)
+        assert (run.process.returncode, json.loads(out)["verified"], err) == (0, True, "")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["starting", "running"])
 def test_the_children_end_with_a_killed_parent(moment: str) -> None:
     with Run() as run:
@@ -219,7 +231,8 @@ def test_a_child_that_dies_is_told(which: int) -> None:
         os.kill(sorted(run.children())[which], signal.SIGKILL)
         out, err = run.process.communicate(timeout=20)
         assert run.alive() == []
-        assert (run.process.returncode, out) == (1, "")
+        assert run.process.returncode == 1
+        assert json.loads(out)["verified"] is False
         name = ("prefill", "decode")[which]
         assert err.startswith(f"kvferry: the {name} process ended by signal SIGKILL while it was")
         assert "Traceback" not in err
