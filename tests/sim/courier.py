@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 WIRE_S = (2e-6, 3e-4)  # from the post to the landing, when nothing is wrong
 AT_ONCE = 0.3  # chance that a write is over before its post returns, as small ones are on cma
 DOUBT_S = (0.5, 15.0)
-LOST = 0.15  # chance that a doubt is never resolved
+LOST = 0.3  # chance that a doubt is never resolved
 
 
 def ns(seconds: float) -> int:

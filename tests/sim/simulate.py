@@ -42,6 +42,7 @@ UP_S = 30.0
 SAFETY_S = 12.0
 LIVENESS_S = 60.0
 NOTICED_S = 10.0  # the longest partition and a permit
+SETTLE_S = 5.0
 STARVED_S = 25.0
 CLOSE_S = 5.0
 CLOSED_S = 30.0
@@ -195,6 +196,7 @@ async def _play(world: World, options: Options) -> None:
     callers.result()
     returned = asyncio.ensure_future(_all_returned(world))
     await _within(LIVENESS_S, returned, lambda: f"slots are not back: {_titles(_owed(world))}")
+    await asyncio.sleep(SETTLE_S)  # what is excused but can come back does so
     watch.cancel()
     _balance(world)
     await _close(world)
