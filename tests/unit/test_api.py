@@ -619,7 +619,7 @@ async def test_what_a_callback_makes_ready_is_handed_over_without_another_event(
     async with two_nodes() as (prefill, decode):
         async with decode.receive(prefill) as rx, prefill.send() as tx:
             tx.push({"g": Span.from_slots([1])})
-            await until(lambda: prefill.engine.stats().writes_open)
+            await until(lambda: prefill.back)  # from here on no event comes by itself
 
             def push_the_rest(slots: dict, evidence: str) -> None:
                 tx.push({"g": Span.from_slots([2, 3], first=1)})
@@ -633,6 +633,7 @@ async def test_what_a_callback_makes_ready_is_handed_over_without_another_event(
                 if driver._timer is not None:
                     driver._timer.cancel()  # no timer may be needed for it
                 helper.cancel("x")
+                assert driver._settle_soon is not None
             assert (await rx).tokens == 12
             await rx.released()
             await tx.released()
@@ -827,15 +828,13 @@ async def test_a_message_that_can_not_be_encoded_costs_its_session_only() -> Non
     prefill, decode = make_node("prefill", fabric), make_node("decode", fabric)
     try:
         async with prefill.engine, decode.engine:
-            async with decode.receive(prefill) as rx:
-                rx._tokens = object()  # type: ignore[assignment]  # as a bug might
+            await one_transfer(prefill, decode)
             bad = decode.receive(prefill, Key("bad"))
-            bad._priority = object()  # type: ignore[assignment]
+            bad._priority = object()  # type: ignore[assignment]  # as a bug might
             async with bad:
                 with pytest.raises(PeerLost, match="internal error"):
                     await bad
                 await bad.released()
-            await rx.released()
             assert decode.engine.stats().internal_errors == 1
             await one_transfer(prefill, decode, Key("next"))
     finally:

@@ -507,6 +507,18 @@ def test_a_duplicate_of_a_moving_offer_is_not_called_drained() -> None:
     settle_all(pair)
 
 
+def test_a_duplicate_of_a_draining_offer_is_not_called_drained() -> None:
+    pair = Pair()
+    rx, tx = moving(pair)
+    pair.prefill.cancel(tx)
+    pair.roundtrip()
+    pair.prefill.hear(offer(KEY, tokens=16, min_tokens=16))
+    pair.roundtrip()
+    assert not rx.released, "its writes are posted"
+    settle_all(pair)
+    assert rx.evidence == DRAINED
+
+
 def test_the_same_key_from_another_target_is_refused_and_hurts_nobody() -> None:
     pair = Pair()
     thief = pair.add("thief")
@@ -1078,6 +1090,29 @@ def test_the_source_stops_before_the_target_gives_up() -> None:
     assert rx.code == "permit"
     pair.roundtrip()
     assert tx.code == "session-lost"
+
+
+def test_a_permit_that_ran_out_between_two_timers_stops_the_next_write() -> None:
+    pair = Pair()
+    _, tx = moving(pair)
+    settle_all(pair)
+    (target,) = pair.prefill.router.source.sessions.live_targets()
+    assert target.permit is not None
+    pair.now = target.permit.posts_until - 1
+    pair.prefill.push(tx, [5], first=4)
+    assert not pair.prefill.worker.commands, "ordinal 4 is not needed"
+    rx = pair.decode.receive(Key("more"), pair.prefill, [20, 21])
+    more = pair.prefill.send("more", 8)
+    pair.prefill.worker.commands.clear()
+    cable = pair.cables[0]
+    while tags(pair.prefill.heard)[-1] != "offer":
+        assert pair.carry(cable, pair.decode)
+    pair.prefill.push(more, [1])
+    assert len(pair.prefill.worker.commands) == 1
+    pair.now += 1
+    pair.prefill.push(more, [2], first=1)
+    assert len(pair.prefill.worker.commands) == 1
+    assert not rx.ended
 
 
 def test_writes_are_handed_over_only_after_the_first_permit() -> None:
