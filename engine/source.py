@@ -178,7 +178,6 @@ class SourceSide:
         for waiting in self._offers.of_target(target):
             self._offers.drop(waiting)
         for transfer in list(target.transfers.values()):
-            transfer.drained_asked = False
             error = PeerLost(
                 f"send {transfer.request}: target {target.name} is lost: {text}",
                 key=transfer.key,
