@@ -1,4 +1,4 @@
-"""Routers under random callers, networks, workers and losses, judged at every step. About 15 s.
+"""Routers under random callers, networks, workers and losses, judged at every step. About 6 s.
 
 The judge is `pair.Pair`: a slot comes back once, and never while a write of it is open; a write is
 handed over only into slots that are lent. At the end the world heals: every transfer has ended
@@ -215,9 +215,10 @@ def test_every_transfer_ends_once_and_every_slot_comes_back_once(first: int) -> 
 
 
 def test_the_runs_were_worth_something() -> None:
-    """Runs after the others, in file order; vacuous only when they were deselected."""
+    """Counts what the runs above met; runs them itself when it is called alone."""
     if not seen["done"]:
-        pytest.skip("the random runs were not selected")
+        for seed in range(SEEDS):
+            Chaos(seed).run()
     kinds = ["done", "Cancelled", "PeerLost", "TimedOut", "Refused", "Failed"]
     events = ["posted", "expired", "doubt", "loss", "one-sided loss", "drained", "settled"]
     events += ["never-exposed", "receive busy", "send busy", "push refused"]
