@@ -52,6 +52,9 @@ class Handle(Protocol):
     def on_fenced(self) -> None:
         """Once, after the outcome: no slot is out any more."""
 
+    def on_abandoned(self) -> None:
+        """Instead of `on_fenced`: the engine has closed without evidence for some slots."""
+
 
 class Driver:
     """One engine at work. `start` and `close` are called once each, on the loop that owns it."""
@@ -131,6 +134,8 @@ class Driver:
         self._closing.set()
         if self._owner is not None:
             await asyncio.wait([self._owner])
+            if not self._owner.cancelled() and (error := self._owner.exception()) is not None:
+                raise error
 
     async def _run(self, started: asyncio.Future[None]) -> None:
         """The owner: open, wait until closing is asked for, close."""
@@ -224,6 +229,8 @@ class Driver:
                 self._config.name,
                 len(self._handles),
             )
+        for transfer in list(self._handles):
+            self._call(transfer, "on_abandoned")
 
     async def _stop_agents(self) -> None:
         deadline = self._host.now() + nanoseconds(self._config.close_s)
@@ -417,6 +424,9 @@ class Driver:
             text = str(error) or type(error).__name__
             self.router.dial_failed(effect.link, f"can't be reached: {text}", self._host.now())
         else:
+            if self._shutting:
+                await stream.aclose()
+                return
             self.router.dialled(effect.link, self._adopt(stream), self._host.now())
         self._settle()
 

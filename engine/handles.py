@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from .errors import KvferryError, UsageError
+from .errors import Failed, KvferryError, UsageError
 from .lease import Evidence
 from .spans import Span, blocks_for
 
@@ -70,6 +70,7 @@ class _Transfer:
         self._on_released = on_released
         self._ended = asyncio.Event()
         self._fenced = asyncio.Event()
+        self._abandoned = False
         self._result: Received | Sent | None = None
         self._error: KvferryError | None = None
         self._transfer: TargetTransfer | SourceTransfer | None = None
@@ -89,6 +90,11 @@ class _Transfer:
         """See `driver.Handle`."""
         self._fenced.set()
 
+    def on_abandoned(self) -> None:
+        """See `driver.Handle`."""
+        self._abandoned = True
+        self._fenced.set()
+
     # The caller's calls.
 
     @property
@@ -102,9 +108,19 @@ class _Transfer:
         return "not entered" if self._transfer is None else str(self._transfer.story)
 
     async def released(self) -> None:
-        """Wait until every slot of this transfer is released. Cancelling only stops waiting."""
+        """Wait until every slot of this transfer is released. Cancelling only stops waiting.
+
+        Raises Failed (code "unproven") when the engine closes without evidence for some of them:
+        they were never released, and the other side may still touch their memory.
+        """
         self._entered()
         await self._fenced.wait()
+        if self._abandoned:
+            raise Failed(
+                "the engine closed without evidence that this transfer's memory is safe",
+                by="engine",
+                code="unproven",
+            )
 
     async def _wait(self) -> Received | Sent:
         self._entered()

@@ -79,7 +79,10 @@ class Router:
         if event.text:
             self.broken = event.text
             self._context.emit(Report(logging.ERROR, f"the transport stopped: {event.text}"))
-            self.close(now)
+            failure = Failed(
+                f"the transport stopped: {event.text}", by="transport", code="transport-stopped"
+            )
+            self.close(now, failure)
 
     def tick(self, now: int) -> None:
         """Do what is due, and find out when something is due next."""
@@ -120,10 +123,10 @@ class Router:
                 code="transport-stopped",
             )
 
-    def close(self, now: int) -> None:
-        """End every transfer; refuse what comes."""
-        self.target.close(now)
-        self.source.close(now)
+    def close(self, now: int, failure: Failed | None = None) -> None:
+        """End every transfer, cancelled or with `failure`; refuse what comes. Idempotent."""
+        self.target.close(now, failure)
+        self.source.close(now, failure)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when any table contradicts another."""

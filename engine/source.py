@@ -13,10 +13,10 @@ import msgspec
 
 from . import wire
 from .effects import Report
-from .errors import Busy, Cancelled, KvferryError, PeerLost, Refused, TimedOut, UsageError
+from .errors import Busy, Cancelled, Failed, KvferryError, PeerLost, Refused, TimedOut, UsageError
 from .keys import Key
 from .lease import Evidence
-from .limits import AUX_BYTES_MAX, REASON_CHARS_MAX
+from .limits import AUX_BYTES_MAX, OFFER_RUNS_MAX, REASON_CHARS_MAX
 from .mover import Mover
 from .offers import Tombstones, WaitingOffer, WaitingOffers
 from .pipeline import Pipeline
@@ -205,7 +205,8 @@ class SourceSide:
             return
         self.sessions.touch(target, now)
         self._supersede(key, now)
-        expires_at = now + max(0, offer.match_ms) * 1_000_000
+        match_ns = min(max(0, offer.match_ms) * 1_000_000, self._context.deadlines().total)
+        expires_at = now + match_ns
         # The spans are kept, not the bytes that they were read from.
         kept = msgspec.structs.replace(offer, needs=[])
         waiting = WaitingOffer(kept, need, target, expires_at)
@@ -249,6 +250,9 @@ class SourceSide:
         """The spans that the target wrote, checked. Raises UsageError, Refused."""
         if not 0 <= offer.min_tokens <= offer.tokens:
             raise UsageError(f"offer of {offer.tokens} tokens, at least {offer.min_tokens}")
+        runs = sum(len(item.runs) for item in offer.needs)
+        if runs > OFFER_RUNS_MAX:
+            raise UsageError(f"offer of {runs} runs, the bound is {OFFER_RUNS_MAX}")
         need: dict[str, Span] = {}
         for item in offer.needs:
             if item.group in need:
@@ -421,13 +425,16 @@ class SourceSide:
 
     # ------------------------------------------------------------ ending and looking
 
-    def close(self, now: int) -> None:
-        """Cancel every send, refuse new offers, say goodbye. Idempotent."""
+    def close(self, now: int, failure: Failed | None) -> None:
+        """End every send, refuse new offers, say goodbye. Idempotent."""
         if self._closing:
             return
         self._closing = True
         for transfer in list(self._sends.values()):
-            self._cancel(transfer, "the engine closes", now)
+            if failure is None:
+                self._cancel(transfer, "the engine closes", now)
+            else:
+                self.mover.end(transfer, OutcomeEvent.FAIL, failure, now)
         for waiting in list(self._offers.all()):
             self._offers.drop(waiting)
             error = _refused("closing", "the source closes", retry_safe=True)

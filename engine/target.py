@@ -77,7 +77,7 @@ class TargetSide:
             )
         number = next(self._context.numbers)
         transfer = TargetTransfer(number, key, need, tokens, min_tokens, deadlines, priority, now)
-        link = self.links.need(peer)
+        link = self.links.need(peer, now)
         link.transfers[key] = transfer
         self._transfers[number] = (link, transfer)
         self._context.remind(transfer.deadline())
@@ -339,10 +339,13 @@ class TargetSide:
 
     # ------------------------------------------------------------ ending and looking
 
-    def close(self, now: int) -> None:
-        """Cancel every receive, and say goodbye."""
-        for number in list(self._transfers):
-            self.cancel(number, "the engine closes", now)
+    def close(self, now: int, failure: Failed | None) -> None:
+        """End every receive, and say goodbye. Idempotent."""
+        for number, (link, transfer) in list(self._transfers.items()):
+            if failure is None:
+                self.cancel(number, "the engine closes", now)
+            else:
+                self._end(link, transfer, OutcomeEvent.FAIL, failure, now, tell=str(failure))
         self.links.close()
 
     @property

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from . import wire
 from .context import nanoseconds
 from .effects import Dial, HangUp, Transmit
+from .errors import UsageError
 from .limits import REDIAL_DELAY_MAX_S, REDIAL_DELAY_MIN_S
 from .plan import Template, make_template
 from .session import SessionMachine, SessionRefused, TargetPermit
@@ -108,13 +109,38 @@ class TargetLinks:
 
     # ------------------------------------------------------------ opening and ending
 
-    def need(self, peer: Peer) -> Link:
-        """The link to `peer`, made and dialled if need be."""
-        link = self._links.get(peer)
+    def need(self, peer: Peer, now: int) -> Link:
+        """The link to `peer`, made and dialled if need be.
+
+        Raises UsageError when the same engine is spoken to under another address right now: two
+        sessions of one pair would end each other.
+        """
+        link = self._links.get(peer) or self._readdress(peer, now)
         if link is None:
             link = Link(next(self._context.numbers), peer)
             self._links[peer] = self._by_number[link.number] = link
         self._dial(link)
+        return link
+
+    def _readdress(self, peer: Peer, now: int) -> Link | None:
+        """Take over a link to the same engine at an older address, with the slots it has out."""
+        link = next((one for one in self.all() if one.peer.name == peer.name), None)
+        if link is None:
+            return None
+        if any(not transfer.ended for transfer in link.transfers.values()):
+            raise UsageError(
+                f"peer {peer.name!r} is spoken to at {link.peer.address}, not at {peer.address}: "
+                "use one address per peer"
+            )
+        if link.connection is not None:
+            self.end(link.connection, "moved", f"it is now at {peer.address}", now)
+        if self._by_number.get(link.number) is not link:
+            return None  # nothing of it was out: it is gone with its session
+        del self._links[link.peer], self._by_number[link.number]
+        # A new number: a dial of the old address that is still on its way answers to nobody.
+        link.number, link.peer = next(self._context.numbers), peer
+        link.dialling, link.redial_at = False, None
+        self._links[peer] = self._by_number[link.number] = link
         return link
 
     def _dial(self, link: Link) -> None:

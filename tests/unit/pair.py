@@ -239,10 +239,7 @@ class End:
             seed.randbytes,
         )
         self.router = Router(self.context)
-
-    @property
-    def peer(self) -> Peer:
-        return Peer(self.name, f"{self.name}:1")
+        self.peer = Peer(self.name, f"{self.name}:1")
 
     # ------------------------------------------------------------ the driver's work
 

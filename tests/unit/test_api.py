@@ -450,6 +450,24 @@ async def test_a_cancelled_close_goes_on_by_itself() -> None:
     await node.engine.aclose()
 
 
+@on_both_loops
+async def test_closing_without_evidence_tells_those_who_wait_for_release() -> None:
+    courier = Held()
+    fabric = Fabric()
+    prefill = make_node("prefill", fabric, courier, close_s=0.05)
+    decode = make_node("decode", fabric, close_s=0.05)
+    async with prefill.engine, decode.engine:
+        async with decode.receive(prefill) as rx, prefill.send() as tx:
+            tx.push({"g": Span.from_slots([1, 2, 3])})
+            await until(lambda: courier.carried)
+            waiting = asyncio.create_task(rx.released())
+            await asyncio.sleep(0)
+    with pytest.raises(Failed, match="without evidence") as caught:
+        await waiting
+    assert caught.value.code == "unproven"
+    assert not decode.back
+
+
 # ---------------------------------------------------------------- leaving and cancelling
 
 

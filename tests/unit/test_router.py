@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvferry.engine import wire
-from kvferry.engine.errors import Busy, UsageError
-from kvferry.engine.keys import Key
-from kvferry.engine.limits import OFFERS_WAITING_BYTES_MAX
+from kvferry.engine.errors import Busy, Failed, UsageError
+from kvferry.engine.keys import Key, Peer
+from kvferry.engine.limits import OFFER_RUNS_MAX, OFFERS_WAITING_BYTES_MAX
 from kvferry.engine.source_sessions import PERMIT_LINGER_S
+from kvferry.engine.spans import Span
 from tests.unit.pair import MS, SLOTS, Handle, Pair, S, make_layout, tags
 
 if TYPE_CHECKING:
@@ -1437,6 +1438,80 @@ def test_closing_ends_everything_and_says_goodbye(side: str) -> None:
     if side == "prefill":
         assert late.code == "closing"
         assert late.evidence == DRAINED
+
+
+def test_a_broken_transport_fails_both_roles_as_what_it_is() -> None:
+    pair = Pair()
+    rx, tx = moving(pair)
+    waiting = pair.prefill.send("w", 4)
+    pair.prefill.worker.stop("the device is gone")
+    pair.prefill.work()
+    pair.roundtrip()
+    assert rx.ended
+    for handle, code in ((tx, "write"), (waiting, "transport-stopped")):
+        assert handle.error is not None
+        assert (handle.code, handle.error.by) == (code, "transport")
+        assert "the device is gone" in str(handle.error)
+    with pytest.raises(Failed, match="the device is gone"):
+        pair.prefill.router.check_usable()
+
+
+def test_one_engine_has_one_address_while_something_runs() -> None:
+    pair = Pair()
+    rx = offered(pair)
+    moved = Peer(pair.prefill.name, "elsewhere:1")
+    span = {"full": Span.from_slots([40])}
+    deadlines = pair.decode.router.deadlines(None, None, None)
+    target = pair.decode.router.target
+    with pytest.raises(UsageError, match="one address per peer"):
+        target.receive(Key("b"), moved, span, 4, 4, deadlines, 0, pair.now)
+    pair.decode.cancel(rx)
+    pair.roundtrip()
+    assert target.receive(Key("b"), moved, span, 4, 4, deadlines, 0, pair.now)
+    pair.decode.act()
+    assert [dial.peer for _, dial in pair.dials] == [moved]
+    target.check_integrity()
+
+
+def test_a_source_that_comes_back_elsewhere_still_answers_for_what_is_out() -> None:
+    pair = Pair()
+    rx, _ = moving(pair)
+    pair.dialling = False
+    pair.lose()
+    assert pair.decode.router.target.slots_quarantined == 4
+    pair.dials.clear()
+    pair.prefill.peer = Peer(pair.prefill.name, "elsewhere:1")
+    pair.decode.receive(Key("next", 1), pair.prefill, [41])
+    assert [dial.peer for _, dial in pair.dials] == [pair.prefill.peer]
+    pair.dialling = True
+    pair.roundtrip()
+    settle_all(pair)
+    assert rx.evidence == DRAINED
+    pair.decode.router.target.check_integrity()
+
+
+def test_an_offer_waits_no_longer_than_the_source_lets_anything_last() -> None:
+    pair = Pair(total_s=2.0, match_s=1.0)
+    rx = pair.decode.receive(KEY, pair.prefill, [5], deadlines_s=(500.0, None, 500.0))
+    pair.roundtrip()
+    pair.wait(2.5)
+    assert rx.code == "match"
+
+
+def test_an_offer_of_too_many_runs_is_refused() -> None:
+    pair = Pair()
+    offered(pair)
+    runs = [(2 * i, b"\0\0\0\0") for i in range(OFFER_RUNS_MAX + 1)]
+    offer = wire.Offer(Key("many"), 4, 4, [wire.Need("full", runs)], 1000, 1000, 1000)
+    pair.prefill.hear(offer)
+    assert pair.prefill.sent[-1] == wire.Failed(
+        Key("many"),
+        "refused",
+        "usage",
+        f"offer of {OFFER_RUNS_MAX + 1} runs, the bound is {OFFER_RUNS_MAX}",
+        retry_safe=False,
+        drained=True,
+    )
 
 
 def test_time_moves_in_milliseconds_on_the_wire() -> None:
