@@ -170,13 +170,13 @@ class Checkers:
     def ends(self, side: Side, outcome: str) -> None:
         """`await` on a side returned or raised."""
         now = self._time_s()
-        self.note(side.request, f"{side.title}: ends: {outcome}")
         if side.ended_s is not None:
             if outcome != side.outcome:
                 self.violate(
                     "I4", f"{side.title} ended {side.outcome}, then {outcome}", side.request
                 )
             return
+        self.note(side.request, f"{side.title}: ends: {outcome}")
         side.ended_s, side.outcome = now, outcome
         if outcome.startswith(("InternalError", "UsageError")):
             self.violate("no error is lost", f"{side.title}: {outcome}", side.request)

@@ -262,5 +262,5 @@ class World:
             self.checkers.note(request, f"{pipe.source} -> {pipe.target}: {kind} {message}")
             self.checkers.frame(pipe.connection, kind, key, request)
         elif kind not in ("renew", "granted"):
-            shown = {k: v for k, v in message.items() if k != "layout"}
-            self.checkers.note(None, f"{pipe.source} -> {pipe.target}: {kind} {shown}")
+            keys = [key["request"] for key in message.get("keys", ())]
+            self.checkers.note(None, f"{pipe.source} -> {pipe.target}: {kind} {keys or ''}")
