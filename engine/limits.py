@@ -48,6 +48,7 @@ OFFERS_WAITING_BYTES_MAX: Final = 64 * 1024 * 1024  # of one peer
 SENDS_MAX: Final = 16384
 RECEIVES_MAX: Final = 16384
 TOMBSTONES_MAX: Final = 65536
+UNCLEAN_KEYS_MAX: Final = 65536  # beyond it, no forgotten key is called clean
 TOMBSTONE_S: Final = 300.0
 
 # Planning and posting

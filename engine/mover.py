@@ -154,7 +154,15 @@ class Mover:
             self.advance(transfer, now)
             return
         transfer.progress_at = now
-        outcomes = {"done": WriteEvent.COMPLETE, "failed": WriteEvent.FAIL}
+        if event.result == "failed":
+            transfer.clean = False
+            assert transfer.key is not None
+            self._sessions.remember_unclean(transfer.target, transfer.key)
+        outcomes = {
+            "done": WriteEvent.COMPLETE,
+            "failed": WriteEvent.FAIL,
+            "refused": WriteEvent.FAIL,
+        }
         free = transfer.pipeline.settle(write, outcomes.get(event.result, WriteEvent.DROP))
         self.release(transfer, free, Evidence.SETTLED)
         if transfer.ended:
@@ -274,6 +282,7 @@ class Mover:
             str(error)[:REASON_CHARS_MAX],
             error.retry_safe,
             drained,
+            clean=transfer.clean or not drained,
         )
         self._sessions.tell(target, message, transfer.key)
         transfer.drained_told = drained
@@ -302,7 +311,7 @@ class Mover:
         target, key = transfer.target, transfer.key
         if target is not None and key is not None:
             if not transfer.drained_told and transfer.connection == target.connection:
-                self._sessions.tell(target, wire.Drained(key), key)
+                self._sessions.tell(target, wire.Drained(key, transfer.clean), key)
             del target.transfers[key]
             target.idle_since = now
             self._sessions.forget(target)

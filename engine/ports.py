@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Int64Array = NDArray[np.int64]
 
 MemoryKind = Literal["dram", "vram"]
+WriteResult = Literal["done", "withdrawn", "expired", "refused", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +139,15 @@ class Posted:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Nothing of this write moves any more.
+    """This write reads its source no more, and nothing more of it is sent.
 
-    `done`: every byte is in place. `withdrawn`, `expired`: it was never posted.
-    `failed`: some bytes may be in place, and the transport's contract shows that it ended.
+    `done`: every byte is in place. `withdrawn`, `expired`, `refused`: it was never posted.
+    `failed`: it ended by an error of its endpoint. Bytes that the target's host had taken by then
+    may still land (measured over tcp, docs/transports.md): no evidence for the target.
     """
 
     write: int
-    result: Literal["done", "withdrawn", "expired", "failed"]
+    result: WriteResult
     text: str = ""
 
 
@@ -188,7 +190,7 @@ class Progress:
 
     PENDING: Literal["pending"] = "pending"
     DONE: Literal["done"] = "done"
-    FAILED: Literal["failed"] = "failed"  # ended; the transport's contract shows it
+    FAILED: Literal["failed"] = "failed"  # ended by an error of its endpoint, see `Settled`
     DOUBT: Literal["doubt"] = "doubt"  # failed, and may still move
 
 

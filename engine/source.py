@@ -324,7 +324,8 @@ class SourceSide:
         """A target that lost its session asks whether anything of `key` still moves."""
         transfer = target.transfers.get(key)
         if transfer is None:
-            self.sessions.tell(target, wire.Drained(key), key)
+            clean = self.sessions.is_clean(target, key)
+            self.sessions.tell(target, wire.Drained(key, clean), key)
             return
         transfer.drained_asked, transfer.drained_told = True, False
         transfer.connection = target.connection

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from . import wire
 from .context import nanoseconds
 from .effects import HangUp, Submit, Transmit
-from .limits import PERMIT_LINGER_S, REASON_CHARS_MAX
+from .limits import PERMIT_LINGER_S, REASON_CHARS_MAX, UNCLEAN_KEYS_MAX
 from .plan import Template, make_template
 from .ports import Connect, Disconnect
 from .session import SessionMachine, SessionRefused, SourcePermit
@@ -72,6 +72,8 @@ class SourceSessions:
         self._live: dict[int, Target] = {}
         self._targets: dict[str, Target] = {}
         self._latest: dict[str, Target] = {}  # by name: the incarnation that spoke last
+        self._unclean: set[tuple[str, Key]] = set()
+        self._unclean_full = False
         self._ttl_ns = nanoseconds(context.config.permit_ttl_s)
 
     # ------------------------------------------------------------ looking
@@ -185,6 +187,17 @@ class SourceSessions:
             self.end(target.connection, text, now)
         if target is not None:
             self._drop(target)
+
+    def remember_unclean(self, target: Target, key: Key) -> None:
+        """A write of `key` ended by an error: to be told also after its transfer is forgotten."""
+        if len(self._unclean) < UNCLEAN_KEYS_MAX:
+            self._unclean.add((target.peer, key))
+        else:
+            self._unclean_full = True
+
+    def is_clean(self, target: Target, key: Key) -> bool:
+        """False when a write of a forgotten key ended by an error, or that is not known."""
+        return not self._unclean_full and (target.peer, key) not in self._unclean
 
     def forget(self, target: Target) -> None:
         """Let a target go for good, if a newer incarnation took its place and nothing moves."""

@@ -118,7 +118,7 @@ class TargetSide:
         unsettled = [
             transfer.key
             for transfer in link.transfers.values()
-            if transfer.lent and transfer.exposed_to == link.incarnation
+            if transfer.owed and transfer.exposed_to == link.incarnation
         ]
         for start in range(0, len(unsettled), UNSETTLED_KEYS_MAX):
             part = unsettled[start : start + UNSETTLED_KEYS_MAX]
@@ -185,7 +185,7 @@ class TargetSide:
         now: int,
     ) -> None:
         transfer = link.transfers.get(message.key)
-        if transfer is None or not transfer.lent or transfer.exposed_to != link.incarnation:
+        if transfer is None or not transfer.owed or transfer.exposed_to != link.incarnation:
             self.messages_ignored += 1
             return
         match message:
@@ -203,11 +203,13 @@ class TargetSide:
                     code=message.code,
                     retry_safe=message.retry_safe,
                 )
-                self._end(link, transfer, event, error, now, drained=message.drained)
+                drained, clean = message.drained, message.clean
+                self._end(link, transfer, event, error, now, drained=drained, clean=clean)
             case wire.Drained():
                 # Normal after a cancel; before any ending it is the source's mistake.
                 error = self._broken(link, transfer, "it drained without an outcome")
-                self._end(link, transfer, OutcomeEvent.FAIL, error, now, drained=True)
+                clean = message.clean
+                self._end(link, transfer, OutcomeEvent.FAIL, error, now, drained=True, clean=clean)
 
     def _hear_moving(
         self, link: Link, transfer: TargetTransfer, message: wire.Moving, now: int
@@ -284,6 +286,7 @@ class TargetSide:
         now: int,
         *,
         drained: bool = False,
+        clean: bool = True,
         tell: str | None = None,
         result: Received | None = None,
     ) -> None:
@@ -294,14 +297,27 @@ class TargetSide:
         lease = transfer.lease
         if lease.state is Lease.GRANTED:
             self._prove(link, transfer, Evidence.NEVER_EXPOSED, now)
-        elif drained:
+        elif drained and clean:
             self._prove(link, transfer, Evidence.DRAINED, now)
+        elif drained:
+            self._keep(link, transfer, now)
         elif lease.state is Lease.IN_USE:
             lease.handle(LeaseEvent.END)
             if tell is not None and link.live:
                 assert link.connection is not None
                 cancel = wire.Cancel(transfer.key, tell[:REASON_CHARS_MAX])
                 self._emit(Transmit(link.connection, cancel, key=transfer.key))
+
+    def _keep(self, link: Link, transfer: TargetTransfer, now: int) -> None:
+        """The source is drained, but not clean: its word is no evidence for these slots."""
+        transfer.unclean = True
+        transfer.lose(now)
+        text = (
+            f"{transfer.lease.slots_held} slots of {transfer.key} stay quarantined: a write of "
+            f"{link.peer.name} ended by an error, and what this host had received of it may still "
+            "land"
+        )
+        self._emit(Report(logging.WARNING, text))
 
     def _prove(self, link: Link, transfer: TargetTransfer, evidence: Evidence, now: int) -> None:
         slots = transfer.lease.prove()

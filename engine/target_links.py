@@ -16,6 +16,7 @@ from .errors import UsageError
 from .limits import REDIAL_DELAY_MAX_S, REDIAL_DELAY_MIN_S
 from .plan import Template, make_template
 from .session import SessionMachine, SessionRefused, TargetPermit
+from .transitions import Lease
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,10 +66,15 @@ class Link:
         return self.session.peer_incarnation if self.session is not None else ""
 
     @property
+    def waits(self) -> bool:
+        """True while an offer has not left yet."""
+        return any(t.lease.state is Lease.GRANTED for t in self.transfers.values())
+
+    @property
     def lends(self) -> bool:
         """True while this session's incarnation holds a lease: its silence counts."""
         incarnation = self.incarnation
-        return any(t.lent and t.exposed_to == incarnation for t in self.transfers.values())
+        return any(t.owed and t.exposed_to == incarnation for t in self.transfers.values())
 
 
 class TargetLinks:
@@ -229,6 +235,8 @@ class TargetLinks:
         if not link.transfers:
             del self._links[link.peer], self._by_number[link.number]
             return
+        if not any(transfer.owed for transfer in link.transfers.values()):
+            return  # it has said all it can
         delay_max = nanoseconds(REDIAL_DELAY_MAX_S)
         delay = link.redial_delay_ns * 2 or nanoseconds(REDIAL_DELAY_MIN_S)
         link.redial_delay_ns = min(delay, delay_max)
@@ -260,7 +268,7 @@ class TargetLinks:
                 yield link.redial_at
             elif link.permit is not None and link.lends:
                 yield link.permit.runs_out_at
-            elif link.permit is not None and link.transfers:
+            elif link.permit is not None and link.waits:
                 # Offers that have not left yet: nobody says when they do, so look again.
                 yield now + self._ttl_ns
 

@@ -122,6 +122,7 @@ class TargetTransfer(_Transfer):
         self.priority = priority
         self.lease = LeaseMachine({group: span.slots() for group, span in need.items()})
         self.exposed_to = ""
+        self.unclean = False  # the source has said all it can, and it is no evidence
         self.promised_tokens = 0
 
     def expires(self, now: int) -> str | None:
@@ -156,6 +157,11 @@ class TargetTransfer(_Transfer):
         return True
 
     @property
+    def owed(self) -> bool:
+        """True while the source's word can still be evidence for the slots."""
+        return self.lent and not self.unclean
+
+    @property
     def lent(self) -> bool:
         """True while the source may still touch the slots, as far as is known."""
         return self.lease.state in (Lease.IN_USE, Lease.DRAINING, Lease.QUARANTINED)
@@ -183,6 +189,7 @@ class SourceTransfer(_Transfer):
         self.pipeline: Pipeline | None = None
         self.promised_tokens = 0
         self.connection: int | None = None  # the session that its answers belong to
+        self.clean = True  # none of its posted writes ended by an error
         self.drained_told = False
         self.drained_asked = False
 

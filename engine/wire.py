@@ -148,7 +148,7 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class Failed(Message, frozen=True, tag="failed"):
-    """Source: `key` ends without success. drained: nothing of it moves any more either.
+    """Source: `key` ends without success. drained, clean: see `Drained`; it is said with this.
 
     outcome: "failed", "cancelled", "timed out" or "refused".
     """
@@ -159,12 +159,18 @@ class Failed(Message, frozen=True, tag="failed"):
     text: str
     retry_safe: bool
     drained: bool
+    clean: bool = True
 
 
 class Drained(Message, frozen=True, tag="drained"):
-    """Source: nothing of `key` moves any more, or ever will."""
+    """Source: nothing of `key` is queued, posted or in doubt, nor will be.
+
+    clean: none of its posted writes ended by an error. Else bytes that the target's host has taken
+    may still land, and this is no evidence for the target.
+    """
 
     key: Key
+    clean: bool = True
 
 
 class Unsettled(Message, frozen=True, tag="unsettled"):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
 from ..engine.errors import InternalError
 from ..engine.ports import (
@@ -35,6 +35,7 @@ from ..engine.ports import (
     Settled,
     Stopped,
     Withdraw,
+    WriteResult,
 )
 
 if TYPE_CHECKING:
@@ -48,8 +49,6 @@ POLL_MIN_NS: Final = 100_000
 POLL_MAX_NS: Final = 1_000_000
 DOUBT_POLL_MIN_NS: Final = 1_000_000
 DOUBT_POLL_MAX_NS: Final = 100_000_000
-
-_Result = Literal["done", "withdrawn", "expired", "failed"]
 
 
 @dataclass(slots=True)
@@ -315,7 +314,7 @@ class Worker:
             if now >= post.not_after:
                 self._settle(write, "expired", "")
             elif peer not in self._peers:
-                self._settle(write, "failed", f"{peer} is not connected, nothing was posted")
+                self._settle(write, "refused", f"{peer} is not connected")
             else:
                 self._post(post, now)
                 return
@@ -326,7 +325,7 @@ class Worker:
         try:
             handle, progress, text = self._backend.post(post)
         except NotPosted as error:
-            self._settle(post.write, "failed", f"nothing was posted: {error}")
+            self._settle(post.write, "refused", str(error))
             return
         except Exception as error:  # noqa: BLE001 - it may have been handed over: in doubt for good
             progress, text = Progress.DOUBT, f"the post broke: {_words(error)}"
@@ -394,7 +393,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - the write ended; only the handle's memory leaks
             _log.warning("releasing write %d failed: %s", flight.post.write, _words(error))
 
-    def _settle(self, write: int, result: _Result, text: str) -> None:
+    def _settle(self, write: int, result: WriteResult, text: str) -> None:
         self._events.append(Settled(write, result, text))
 
     # ------------------------------------------------------------ the end

@@ -153,7 +153,7 @@ async def a_write_to_an_unconnected_peer_fails_alone(make: Make, far: Far) -> No
         lost = near.post([0], [0], [4096], to=far.base, peer="stranger")
         good = near.post([4096], [4096], [4096], to=far.base)
         near.submit(lost, good)
-        assert await near.settled(lost, good) == ["failed", "done"]
+        assert await near.settled(lost, good) == ["refused", "done"]
         assert Posted(lost.write) not in near.of(Posted)
         assert not (await far.read())[:4096].any()
 
@@ -165,7 +165,7 @@ async def a_write_outside_registered_memory_fails_alone(make: Make, far: Far) ->
         foreign = near.post([POOL_BYTES - 1], [0], [4096], to=far.base)
         good = near.post([4096], [4096], [4096], to=far.base)
         near.submit(wild, foreign, good)
-        assert await near.settled(wild, foreign, good) == ["failed", "failed", "done"]
+        assert await near.settled(wild, foreign, good) == ["refused", "refused", "done"]
         assert near.of(Posted) in ([], [Posted(good.write)])
         assert not (await far.read())[:4096].any()
 
@@ -190,7 +190,7 @@ async def garbage_metadata_fails_one_connect_and_nothing_else(make: Make, far: F
     good = near.post([0], [0], [4096], to=far.base)
     bad = near.post([8192], [8192], [4096], to=far.base, peer="before-0")
     near.submit(good, bad)
-    assert await near.settled(good, bad) == ["done", "failed"]
+    assert await near.settled(good, bad) == ["done", "refused"]
     assert np.count_nonzero(await far.read()) == 4096
     await near.close()
 
@@ -203,7 +203,7 @@ async def a_peer_can_be_forgotten_and_connected_again(make: Make, far: Far) -> N
         assert await near.settled(first) == ["done"]
         between = near.post([4096], [4096], [4096], to=far.base)
         near.submit(Disconnect("far"), between)
-        assert await near.settled(between) == ["failed"]
+        assert await near.settled(between) == ["refused"]
         await near.connect(far.metadata)
         again = near.post([8192], [8192], [4096], to=far.base)
         near.submit(again)

@@ -123,6 +123,7 @@ class FakeWorker:
         self.queued: dict[int, Post] = {}
         self.posted: dict[int, Post] = {}
         self.doubtful: dict[int, Post] = {}
+        self.residue: list[Post] = []  # ended by an error: what was sent may still land
         self.log: list[Command] = []
         self.peers: set[str] = set()
         self.stopped = False
@@ -171,8 +172,9 @@ class FakeWorker:
 
     def settle(self, write: int, result: str = "done") -> None:
         """A posted or doubtful write ends."""
-        if self.posted.pop(write, None) is None:
-            del self.doubtful[write]
+        post = self.posted.pop(write, None) or self.doubtful.pop(write)
+        if result == "failed":
+            self.residue.append(post)
         self.events.append(Settled(write, result, "" if result == "done" else "link error"))
 
     def doubt(self, write: int) -> None:
@@ -531,6 +533,9 @@ class Pair:
                     f"{end.name} releases {touched} with {effect.evidence}, "
                     f"while write {post.write} of them is open"
                 )
+        assert not self.residue_of(end) & set(places), (
+            f"{end.name} releases {places} with {effect.evidence}: a write to them had failed"
+        )
         handle.released += [(place, str(effect.evidence)) for place in places]
 
     def judge_fence(self, end: End, handle: Handle) -> None:
@@ -540,18 +545,30 @@ class Pair:
         returned = {place for place, _ in handle.released}
         assert returned == handle.owned, f"never came back: {handle.owned - returned}"
 
+    def residue_of(self, end: End) -> set[tuple[str, int]]:
+        """The slots of a target that bytes of a failed write may still land in."""
+        return {
+            place
+            for other in self.ends
+            for post in other.worker.residue
+            for place in slots_of(post.target.tolist(), post.lengths.tolist(), end.base)
+        }
+
     def handles_of(self, end: End) -> dict[int, Handle]:
         return end.handles
 
     def check_over(self) -> None:
-        """Everything has ended exactly once, and every slot is back."""
+        """Everything has ended exactly once, and every slot is back or has a reason not to."""
         for end in self.ends:
             for handle in end.handles.values():
                 assert len(handle.ended) == 1, f"{end.name}: {len(handle.ended)} endings"
-                assert handle.fenced == 1, f"{end.name}: not fenced"
+                kept = handle.key is not None and handle.owned & self.residue_of(end)
+                assert handle.fenced or kept, f"{end.name}: not fenced"
+                assert handle.fenced or not handle.released, f"{end.name}: released in part"
             assert not end.worker.open
             target, source = end.router.target, end.router.source
-            assert target.slots_lent == target.slots_quarantined == 0
+            held = sum(len(h.owned) for h in end.handles.values() if not h.fenced)
+            assert target.slots_lent == target.slots_quarantined == held
             assert source.mover.writes_open == len(source.mover) == 0
 
 

@@ -10,6 +10,7 @@ from kvferry.engine import wire
 from kvferry.engine.errors import Busy, Failed, UsageError
 from kvferry.engine.keys import Key, Peer
 from kvferry.engine.limits import OFFER_RUNS_MAX, OFFERS_WAITING_BYTES_MAX
+from kvferry.engine.ports import Settled
 from kvferry.engine.source_sessions import PERMIT_LINGER_S
 from kvferry.engine.spans import Span
 from tests.unit.pair import MS, SLOTS, Handle, Pair, S, make_layout, tags
@@ -743,8 +744,47 @@ def test_a_failed_write_fails_both_sides_after_its_siblings_have_settled() -> No
     assert not rx.released
     assert rest
     settle_all(pair)
-    assert rx.evidence == DRAINED
+    assert tx.evidence == {"settled"}
+    assert not rx.released, "what this host had received of it may still land"
+    assert any("stay quarantined" in report.text for report in pair.decode.reports)
     assert tags(pair.prefill.sent, KEY) == ["moving", "failed", "drained"]
+    pair.check_over()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_failed_write_is_remembered_past_its_session(told: bool) -> None:
+    pair = Pair()
+    rx, tx = moving(pair)
+    if not told:
+        pair.lose()
+    pair.prefill.worker.settle(next(iter(pair.prefill.worker.posted)), "failed")
+    pair.prefill.work()
+    settle_all(pair)
+    if pair.cables:
+        pair.lose()
+    pair.roundtrip()
+    assert tx.fenced == 1
+    assert not rx.released
+    pair.wait(300)
+    assert not rx.released, "no time and no later word is evidence"
+    assert pair.decode.router.target.slots_quarantined == 4
+    pair.check_over()
+    again = pair.decode.receive(Key("again"), pair.prefill, [40])
+    pair.roundtrip()
+    pair.decode.cancel(again)
+    pair.roundtrip()
+    assert again.evidence <= {"drained", "never-exposed"}, "others are not touched by it"
+    assert again.fenced == 1
+
+
+def test_a_refused_write_was_never_posted_and_leaves_nothing() -> None:
+    pair = Pair()
+    rx, tx = moving(pair)
+    pair.prefill.worker.events.append(Settled(pair.prefill.worker.posted.popitem()[0], "refused"))
+    pair.prefill.work()
+    settle_all(pair)
+    assert rx.code == tx.code == "write"
+    assert rx.evidence == DRAINED
     pair.check_over()
 
 
@@ -781,7 +821,8 @@ def test_a_doubt_after_a_cancel(result: str) -> None:
     pair.prefill.work()
     assert not tx.fenced
     settle_all(pair, result)
-    assert rx.evidence == DRAINED
+    assert rx.evidence == (DRAINED if result == "done" else set())
+    assert tx.fenced == 1
     assert tags(pair.prefill.sent, KEY) == ["moving", "drained"]
     pair.check_over()
 

@@ -153,9 +153,9 @@ class Chaos:
                 worker.doubt(write)
                 seen["doubt"] += 1
             else:
-                worker.settle(write, rng.choice(["done"] * 29 + ["failed"]))
+                worker.settle(write, rng.choice(["done"] * 99 + ["failed"]))
         if worker.doubtful and rng.random() < 0.1:
-            worker.settle(rng.choice(list(worker.doubtful)), rng.choice(["done", "failed"]))
+            worker.settle(rng.choice(list(worker.doubtful)), rng.choice(["done"] * 9 + ["failed"]))
         for end in self.pair.ends:
             end.work()
 

@@ -279,18 +279,18 @@ def test_peers_take_turns() -> None:
     assert bench.backend.named("post") == [0, 10, 1, 11, 2, 3]
 
 
-def test_posting_to_an_unconnected_peer_fails_and_the_rest_goes_on() -> None:
+def test_posting_to_an_unconnected_peer_is_refused_and_the_rest_goes_on() -> None:
     bench = Bench("p")
     bench.do(post(1, "stranger"), post(2))
-    assert settled(bench.events) == [(1, "failed"), (2, "done")]
+    assert settled(bench.events) == [(1, "refused"), (2, "done")]
     assert bench.backend.named("post") == [2]
 
 
-def test_what_was_not_posted_has_failed_and_has_no_handle_to_release() -> None:
+def test_what_was_not_posted_is_refused_and_has_no_handle_to_release() -> None:
     bench = Bench("p")
     bench.backend.answers[1] = [NotPosted("no such region")]
     bench.do(post(1))
-    assert settled(bench.events) == [(1, "failed")]
+    assert settled(bench.events) == [(1, "refused")]
     assert bench.backend.named("release") == []
 
 
@@ -347,7 +347,7 @@ def test_connect_failing_touches_nothing_else() -> None:
     bench.backend.broken["connect"] = RuntimeError("garbage")
     bench.do(Connect("q", b"?"), post(1), post(2, "q"))
     assert bench.events[0] == ConnectFailed("q", "RuntimeError: garbage")
-    assert settled(bench.events) == [(1, "done"), (2, "failed")]
+    assert settled(bench.events) == [(1, "done"), (2, "refused")]
 
 
 def test_disconnect_withdraws_what_is_queued_and_waits_for_what_is_posted() -> None:
@@ -364,7 +364,7 @@ def test_disconnect_withdraws_what_is_queued_and_waits_for_what_is_posted() -> N
     names = [name for name, _ in bench.backend.calls]
     assert names.index("disconnect") > names.index("release")
     bench.do(post(3))
-    assert settled(bench.events)[-1] == (3, "failed")
+    assert settled(bench.events)[-1] == (3, "refused")
 
 
 def test_a_leaving_peer_comes_back_by_the_same_metadata_only() -> None:
