@@ -68,9 +68,7 @@ def target_process(pipe, count):
     """`count` agents in one process, each with a pool of its own."""
     pools = [np.zeros(POOL, dtype=np.uint8) for _ in range(count)]
     backends = [
-        NixlBackend(
-            f"{os.getpid()}-{i}", [Region(pool.ctypes.data, POOL)], progress_delay_us=1000
-        )
+        NixlBackend(f"{os.getpid()}-{i}", [Region(pool.ctypes.data, POOL)], progress_delay_us=1000)
         for i, pool in enumerate(pools)
     ]
     pipe.send([(b.open(), p.ctypes.data) for b, p in zip(backends, pools, strict=True)])
@@ -209,7 +207,9 @@ def main():
                 row = asyncio.run(measure(options, agents, descriptors, method, stuck=stuck))
                 print(json.dumps(row), flush=True)
                 rows.append(row)
-    print("\n| agents | descriptors | method | control p99 ms | stuck p99 ms | ratio | lag p99 ms |")
+    print(
+        "\n| agents | descriptors | method | control p99 ms | stuck p99 ms | ratio | lag p99 ms |"
+    )
     print("|---|---|---|---|---|---|---|")
     for agents, descriptors, method in dict.fromkeys(
         (r["agents"], r["descriptors"], r["method"]) for r in rows
