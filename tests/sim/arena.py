@@ -8,7 +8,7 @@ moves bytes between processes, and every copy is shown to the checkers before it
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +20,17 @@ _SPACE_BITS = 32
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Bytes that land: aligned offsets into two spaces. Shapes: int64[n] each."""
+    """Bytes that land: aligned offsets into two spaces, and what was read there.
+
+    Shapes: int64[n] each, `data` uint8[n]; `data` and `tags` are empty before the read.
+    """
 
     source: Space
     source_offsets: NDArray[np.int64]
     target: Space
     target_offsets: NDArray[np.int64]
+    data: NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    tags: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 class Space:
@@ -165,14 +170,20 @@ class Arena:
         Memory of a dead target takes nothing; that of a dead source still gives (its bytes were
         on their way).
         """
-        landing = self.resolve(source, target, lengths)
-        near, far = landing.source, landing.target
-        from_, to = landing.source_offsets, landing.target_offsets
+        self.land(self.read(self.resolve(source, target, lengths)))
+
+    def read(self, landing: Landing) -> Landing:
+        """The same with what its source holds now: bytes in a buffer on their way."""
+        near, from_ = landing.source, landing.source_offsets
+        return replace(landing, data=near.data[from_], tags=near.tag[from_])
+
+    def land(self, landing: Landing) -> None:
+        """Put bytes that were read before into their place."""
+        far, to = landing.target, landing.target_offsets
         if not far.alive:
             return
         self._watch(landing)
         inside = (to >= 0) & (to < far.size)
-        from_, to = from_[inside], to[inside]
-        far.data[to] = near.data[from_]
-        far.tag[to] = near.tag[from_]
-        far.landed[to] += 1
+        far.data[to[inside]] = landing.data[inside]
+        far.tag[to[inside]] = landing.tags[inside]
+        far.landed[to[inside]] += 1

@@ -84,7 +84,7 @@ async def _receive(world: World, life: Life, request: Request, attempt: int) -> 
         return "starved"
     blocks = {name: dict(zip(needed[name], taken[name], strict=True)) for name in needed}
     title = f"receive r{request.number}#{attempt}"
-    side = _side(world, life, request, title, blocks, peer=request.source)
+    side = _side(world, life, request, attempt, title, blocks, peer=request.source)
     slots = Slots(world, life, side)
     manner = request.target_manner if attempt == 1 else Manner.GOOD
     if life.over:
@@ -150,7 +150,7 @@ async def _send(world: World, life: Life, request: Request, attempt: int) -> str
     for name, given in taken.items():
         for ordinal, slot in enumerate(given):
             life.space.compute(name, slot, request.number, ordinal)
-    side = _side(world, life, request, f"send r{request.number} try {attempt}", {})
+    side = _side(world, life, request, attempt, f"send r{request.number} try {attempt}", {})
     slots = Slots(world, life, side)
     slots.outcome_known()  # a source uses blocks again as soon as they are back
     if life.over:
@@ -268,6 +268,7 @@ def _side(
     world: World,
     life: Life,
     request: Request,
+    attempt: int,
     title: str,
     blocks: dict[str, dict[int, int]],
     peer: str = "",
@@ -278,6 +279,7 @@ def _side(
         number=world.sides,
         title=f"{life.owner} {title}",
         request=request.number,
+        attempt=attempt,
         peer=peer,
         space=life.space,
         blocks=blocks,

@@ -45,6 +45,7 @@ class Side:
     number: int
     title: str
     request: int
+    attempt: int
     peer: str
     space: Space
     blocks: dict[str, dict[int, int]]
@@ -56,6 +57,11 @@ class Side:
     ended_s: float | None = None
     outcome: str = ""
     released: dict[str, set[int]] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """(request, attempt, branch) as frames have it."""
+        return f"r{self.request}", self.attempt, 0
 
     def lent(self, group: str) -> set[int]:
         return set(self.blocks.get(group, {}).values())
@@ -70,7 +76,10 @@ class Side:
 
 @dataclass(eq=False)
 class PostedWrite:
-    """A write between its post and the moment when nothing of it can move any more."""
+    """A write between its post and the moment when nothing of it can move any more.
+
+    reads: whether it still reads its source; what is left of it is in buffers afterwards.
+    """
 
     number: int
     source: Space
@@ -78,6 +87,7 @@ class PostedWrite:
     source_bytes: NDArray[np.int64]
     target_bytes: NDArray[np.int64]
     leases: tuple[int, ...]
+    reads: bool = True
 
     def touches(self, side: Side) -> bool:
         """Whether it moves bytes of what a side lends or lent."""
@@ -104,6 +114,8 @@ class Checkers:
         self.sends: list[Side] = []
         self.flying: list[PostedWrite] = []
         self.lost: list[PostedWrite] = []  # nobody will ever hear how they ended
+        self.failed: list[PostedWrite] = []  # ended by an error: some of it may come late
+        self.asked: set[tuple[str, int, int]] = set()  # keys of `unsettled` frames
         self._frames: dict[tuple[int, tuple[str, int, int]], list[str]] = {}
         self._moving: dict[int, list[float]] = {}  # when a request was said to be matched
         self._permits: dict[tuple[str, str], float] = {}
@@ -227,11 +239,11 @@ class Checkers:
     def _check_quiet(self, side: Side, slots: dict[str, list[int]]) -> None:
         """No posted write may still move bytes of slots that come back."""
         for write in self.flying:
-            for space, offsets in (
-                (write.target, write.target_bytes),
-                (write.source, write.source_bytes),
+            for space, offsets, moves in (
+                (write.target, write.target_bytes, True),
+                (write.source, write.source_bytes, write.reads),
             ):
-                if space is not side.space:
+                if space is not side.space or not moves:
                     continue
                 for group, given in slots.items():
                     for slot in given:
@@ -300,7 +312,7 @@ class Checkers:
     def lands(self, landing: Landing) -> None:
         """Bytes are about to land."""
         target, to = landing.target, landing.target_offsets
-        tags = landing.source.tag[landing.source_offsets]
+        tags = landing.tags
         if np.any((to < 0) | (to >= target.size)):
             self.violate("I2", f"bytes land outside of every pool of {target.owner}")
             return

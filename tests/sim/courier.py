@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 WIRE_S = (2e-6, 3e-4)  # from the post to the landing, when nothing is wrong
 AT_ONCE = 0.3  # chance that a write is over before its post returns, as small ones are on cma
+BEFORE_NS = 1_000  # a source is read for the last time this long before anybody may hear it
 DOUBT_S = (0.5, 15.0)
 LOST = 0.3  # chance that a doubt is never resolved
 
@@ -60,6 +62,7 @@ class SimCourier:
         self._count = count
         self._writes: dict[int, PostedWrite] = {}  # by id of a piece's own array
         self._pieces: dict[int, int] = {}  # by id of a write: pieces still to land
+        self._leftovers: dict[int, list[Piece]] = {}  # of failing writes, by id of the write
         self.healed = False
         self.fabric: Fabric | None = None
 
@@ -76,8 +79,7 @@ class SimCourier:
         for piece in fate.pieces:
             self._writes[id(piece.source)] = write
         self._pieces[id(write)] = len(fate.pieces)
-        if not fate.pieces:
-            self._checkers.settles(write)
+        self._settle_if_over(write)
         for piece in fate.pieces:
             self._internet.later(max(piece.at - now, 0) / 1e9, self._advance)
         return fate
@@ -88,9 +90,7 @@ class SimCourier:
         self._checkers.lands_of(write)
         self._arena.copy(source, target, lengths)
         self._pieces[id(write)] -= 1
-        if not self._pieces[id(write)]:
-            del self._pieces[id(write)]
-            self._checkers.settles(write)
+        self._settle_if_over(write)
 
     def _advance(self) -> None:
         assert self.fabric is not None
@@ -115,9 +115,7 @@ class SimCourier:
         if self._hits(options.write_late, Fault.WRITE_LATE):
             landed = start + ns(prng.uniform(0.01, options.write_late_s))
         if self._hits(options.write_failed, Fault.WRITE_FAILED):
-            pieces = self._tear(post, start, landed)
-            kept = pieces[: prng.randrange(len(pieces))]
-            return Fate(tuple(kept), (Report(landed, Progress.FAILED, "simulated: reset"),))
+            return self._fail(post, start, landed, write)
         if self._hits(options.write_doubted, Fault.WRITE_DOUBTED):
             return self._doubt(post, now, start, write)
         pieces = [Piece(landed, post.source.copy(), post.target, post.lengths)]
@@ -127,6 +125,44 @@ class SimCourier:
         if self._hits(options.completion_late, Fault.COMPLETION_LATE):
             told += ns(prng.uniform(0.001, 3.0))
         return Fate(tuple(pieces), (Report(told, Progress.DONE),))
+
+    def _fail(self, post: Post, start: int, failed: int, write: PostedWrite) -> Fate:
+        """Its endpoint broke: some of it is in place, some in the target host's buffers."""
+        now = self._loop.now()
+        failed = max(failed, now + 2 * BEFORE_NS)
+        pieces = self._tear(post, start, failed)
+        landed = self._prng.randrange(len(pieces))
+        buffered = self._prng.randint(landed, len(pieces))
+        self._checkers.failed.append(write)
+        self._leftovers[id(write)] = pieces[landed:buffered]
+        self._internet.later((failed - BEFORE_NS - now) / 1e9, lambda: self._buffer(write))
+        report = Report(failed, Progress.FAILED, "simulated: the endpoint broke")
+        return Fate(tuple(pieces[:landed]), (report,))
+
+    def _buffer(self, write: PostedWrite) -> None:
+        """The source is not read any more; what was read of it lands whenever it likes."""
+        write.reads = False
+        for piece in self._leftovers.pop(id(write)):
+            bytes_read = self._arena.read(
+                self._arena.resolve(piece.source, piece.target, piece.lengths)
+            )
+            self._pieces[id(write)] = self._pieces.get(id(write), 0) + 1
+            delay_s = self._prng.choice((0.001, 0.1, 5.0)) * self._prng.random()
+            self._internet.later(delay_s, partial(self._land_late, write, bytes_read))
+        self._settle_if_over(write)
+
+    def _land_late(self, write: PostedWrite, bytes_read: Landing) -> None:
+        self._count(Fault.BUFFER_LATE)
+        self._checkers.lands_of(write)
+        self._arena.land(bytes_read)
+        self._pieces[id(write)] -= 1
+        self._settle_if_over(write)
+
+    def _settle_if_over(self, write: PostedWrite) -> None:
+        """Tell the checkers once nothing of a write can move any more."""
+        if not self._pieces.get(id(write)) and id(write) not in self._leftovers:
+            self._pieces.pop(id(write), None)
+            self._checkers.settles(write)
 
     def _doubt(self, post: Post, now: int, start: int, write: PostedWrite) -> Fate:
         """An error that proves nothing; some of it lands much later, and perhaps nobody hears."""
@@ -143,6 +179,7 @@ class SimCourier:
                 self._count(Fault.COMPLETION_LOST)
                 self._checkers.lost.append(write)
             else:
+                self._checkers.failed.append(write)
                 reports.append(Report(last, Progress.FAILED, "simulated: ended after all"))
         return Fate(tuple(pieces), tuple(reports))
 

@@ -88,6 +88,18 @@ def doubt_taken_for_failure() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def error_taken_for_evidence() -> Iterator[None]:
+    """The target takes the source's word for its slots even after a write ended by an error."""
+    end = TargetSide._end
+
+    def end_clean(self: TargetSide, *positional: Any, clean: bool = True, **more: Any) -> None:
+        end(self, *positional, clean=True, **more)
+
+    with patch.object(TargetSide, "_end", end_clean):
+        yield
+
+
 PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     plant.__name__: plant
     for plant in (
@@ -96,5 +108,6 @@ PLANTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
         drop_drained,
         done_before_settled,
         doubt_taken_for_failure,
+        error_taken_for_evidence,
     )
 }

@@ -285,7 +285,23 @@ def _titles(sides: list[Side]) -> str:
 
 def _excused(world: World, side: Side) -> bool:
     """Whether evidence can't be had: the source ended, or a completion is lost for good."""
-    return _source_is_over(world, side) or any(w.touches(side) for w in world.checkers.lost)
+    checkers = world.checkers
+    if any(write.touches(side) for write in checkers.lost):
+        return True
+    return bool(side.peer) and (_source_is_over(world, side) or _is_unclean(world, side))
+
+
+def _is_unclean(world: World, side: Side) -> bool:
+    """Whether a write of it ended by an error: what is in buffers may land at any time.
+
+    A source that has forgotten a key can't say so, and answers for all of the pair.
+    """
+    failed = [write for write in world.checkers.failed if write.target is side.space]
+    return any(
+        write.touches(side)
+        or (write.source.process == side.peer and side.key in world.checkers.asked)
+        for write in failed
+    )
 
 
 def _source_is_over(world: World, side: Side) -> bool:

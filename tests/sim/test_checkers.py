@@ -40,6 +40,7 @@ class Scene:
             number=number,
             title=f"side {number}",
             request=REQUEST,
+            attempt=1,
             peer="",
             space=space,
             blocks=blocks,
@@ -179,6 +180,15 @@ def released_while_written(scene: Scene) -> None:
     scene.checkers.releases(scene.receive, {FULL.name: [TARGET_SLOT]}, "drained")
 
 
+def released_while_buffered(scene: Scene) -> None:
+    write = scene.write()
+    scene.checkers.posts(write)
+    write.reads = False
+    scene.checkers.releases(scene.send, {FULL.name: [SOURCE_SLOT]}, "settled")
+    assert not scene.checkers.violations
+    scene.checkers.releases(scene.receive, {FULL.name: [TARGET_SLOT]}, "drained")
+
+
 def released_while_read(scene: Scene) -> None:
     scene.checkers.posts(scene.write())
     scene.checkers.releases(scene.send, {FULL.name: [SOURCE_SLOT]}, "settled")
@@ -205,6 +215,7 @@ def released_while_read(scene: Scene) -> None:
         (released_strange_slot, "I6"),
         (released_without_evidence, "I6"),
         (released_while_written, "I6"),
+        (released_while_buffered, "I6"),
         (released_while_read, "I6"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

@@ -14,6 +14,7 @@ SEEN_AS = {
     "drop_drained": ("liveness",),
     "done_before_settled": ("I3", "I6"),
     "doubt_taken_for_failure": ("I1", "I2", "I6"),
+    "error_taken_for_evidence": ("I1", "I6"),
 }
 
 

@@ -50,6 +50,9 @@ class Wiretap:
 def key_of(message: Message) -> tuple[str, int, int] | None:
     """(request, attempt, branch) that a message is about."""
     key = message.get("key")
-    if key is None:
-        return None
+    return None if key is None else parts_of(key)
+
+
+def parts_of(key: Message) -> tuple[str, int, int]:
+    """A key's fields; defaults are not on the wire."""
     return key["request"], key.get("attempt", 0), key.get("branch", 0)

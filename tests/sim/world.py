@@ -25,7 +25,7 @@ from .host import SimHost, SimRunner
 from .loop import Gate, SimLoop
 from .network import Internet, Pipe
 from .options import Fault, Options
-from .wiretap import Message, Wiretap, key_of
+from .wiretap import Message, Wiretap, key_of, parts_of
 
 if TYPE_CHECKING:
     from kvferry.engine.service import Engine
@@ -262,5 +262,6 @@ class World:
             self.checkers.note(request, f"{pipe.source} -> {pipe.target}: {kind} {message}")
             self.checkers.frame(pipe.connection, kind, key, request)
         elif kind not in ("renew", "granted"):
-            keys = [key["request"] for key in message.get("keys", ())]
+            keys = [parts_of(key) for key in message.get("keys", ())]
+            self.checkers.asked.update(keys)
             self.checkers.note(None, f"{pipe.source} -> {pipe.target}: {kind} {keys or ''}")
