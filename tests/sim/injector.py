@@ -41,6 +41,7 @@ class Injector:
         self._prng = world.child("injector")
         self._ends = 0
         self._stopped: list[tuple[Life, Gate]] = []
+        self._restarts: list[asyncio.Future[None]] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -59,7 +60,9 @@ class Injector:
         """No fault from now on; what is stopped continues, what is cut passes."""
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise result
         for life, gate in self._stopped:
             self._continue(life, gate)
         self._stopped.clear()
@@ -67,6 +70,7 @@ class Injector:
         self._world.internet.heal()
         self._world.courier.healed = True
         self._world.checkers.note(None, "everything is healed")
+        await asyncio.gather(*self._restarts)
 
     async def _repeat(
         self,
@@ -114,8 +118,9 @@ class Injector:
                 self._tell(fault, life.owner)
                 if fault is Fault.PROCESS_CRASHED:
                     world.crash(life)
-                    await asyncio.sleep(prng.uniform(*RESTART_S))
-                await self._restart(life)
+                again = asyncio.ensure_future(self._begin_again(life, prng.uniform(*RESTART_S)))
+                self._restarts.append(again)
+                await asyncio.shield(again)
             return
         duration_s = prng.choice((SHORT_S, 1.0, LONG_S)) * prng.uniform(0.5, 1.5)
         if prng.random() < AIMED:
@@ -131,6 +136,11 @@ class Injector:
         await asyncio.sleep(duration_s)
         self._stopped.remove((life, gate))
         self._continue(life, gate)
+
+    async def _begin_again(self, life: Life, after_s: float) -> None:
+        if life.dead:
+            await asyncio.sleep(after_s)
+        await self._restart(life)
 
     def _continue(self, life: Life, gate: Gate) -> None:
         if life.paused_since is not None:
