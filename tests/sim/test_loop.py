@@ -10,7 +10,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from tests.sim.loop import Deadlock, Gate, SimLoop, run
+from tests.sim.loop import STEP_S, Deadlock, Gate, SimLoop, run
 
 
 def make(seed: int = 0, disorder: float = 0.0, steps_max: int = 10_000) -> SimLoop:
@@ -52,6 +52,15 @@ def test_clock_jumps_and_every_step_costs_a_little() -> None:
         return loop.time()
 
     assert 3600.0 <= run(main, make()) < 3600.001
+
+
+def test_a_busy_loop_does_not_stop_time() -> None:
+    async def main(loop: SimLoop) -> float:
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        return loop.time()
+
+    assert run(main, make()) > 500 * STEP_S
 
 
 def test_deadlock_is_an_error() -> None:

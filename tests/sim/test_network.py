@@ -89,6 +89,29 @@ def test_a_close_ends_the_stream_and_later_breaks_the_other_side() -> None:
     play(scene)
 
 
+def test_half_a_connection_can_be_ended() -> None:
+    async def scene(internet: Internet, near: SimStream, far: SimStream) -> None:
+        await near.send_eof()
+        with pytest.raises(anyio.ClosedResourceError):
+            await near.send(b"x")
+        assert await drain(far) == b""
+        await far.send(b"still here")
+        assert await near.receive() == b"still here"
+
+    play(scene)
+
+
+def test_bytes_take_their_time() -> None:
+    async def scene(internet: Internet, near: SimStream, far: SimStream) -> None:
+        start_s = internet.loop.time()
+        for _ in range(20):
+            await near.send(b"x")
+            await far.receive()
+        assert internet.loop.time() - start_s > 20 * CALM.latency_s / 3
+
+    play(scene)
+
+
 @pytest.mark.parametrize("both", [True, False])
 def test_a_reset_breaks_waiting_readers(both: bool) -> None:
     async def scene(internet: Internet, near: SimStream, far: SimStream) -> None:
