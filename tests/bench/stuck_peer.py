@@ -1,6 +1,6 @@
 """What does one stuck peer cost seven healthy ones? Three processes, real NIXL over tcp.
 
-    python tests/bench/stuck_peer.py [--rounds 2] [--writes 1000] [--quick]
+    python -m tests.bench.stuck_peer [--rounds 2] [--writes 1000] [--quick]
 
 The source writes to eight peers round robin; seven are agents of one process, the eighth is a
 process of its own, which is stopped (SIGSTOP) in the stuck runs and healthy in the control runs
@@ -27,7 +27,17 @@ os.environ.setdefault("UCX_TLS", "tcp")  # cma copies with the source's CPU: a p
 
 import numpy as np
 
-from kvferry.engine.ports import Close, Connect, Connected, Opened, Post, Region, Settled, Stopped
+from kvferry.engine.ports import (
+    Close,
+    Connect,
+    Connected,
+    InDoubt,
+    Opened,
+    Post,
+    Region,
+    Settled,
+    Stopped,
+)
 from kvferry.transports.nixl import nixl
 from kvferry.transports.nixl.backend import NixlBackend
 
@@ -39,27 +49,34 @@ POOL = 512 * BLOCK
 
 
 class PreparedBackend(NixlBackend):
-    """Posts by lists that were prepared once per peer, choosing their entries by index."""
+    """Posts by lists that were prepared once per peer, choosing their entries by index.
+
+    bases: where the source's pool begins, and each peer's.
+    """
+
+    def __init__(self, name, regions, bases):
+        super().__init__(name, regions, progress_delay_us=1000)
+        self._here, self._there = bases
+        self._lists = {}
+
+    def _prepare(self, agent, base):
+        rows = base + np.arange(POOL // BLOCK, dtype=np.int64) * BLOCK
+        sizes = np.full(len(rows), BLOCK, dtype=np.int64)
+        return self._agent.prepXferDlist(
+            agent, self._descriptors("dram", rows, sizes, 0), self._ucx
+        )
 
     def post(self, post):
-        lists = self.__dict__.setdefault("_lists", {})
-        if post.peer not in lists:
-            rows = np.arange(POOL // BLOCK, dtype=np.int64) * BLOCK
-            size = np.full(len(rows), BLOCK, dtype=np.int64)
-            here, there = (int(a.min()) for a in (post.source, post.target))
-            ours = self._descriptors("dram", here + rows, size, 0)
-            theirs = self._descriptors("dram", there + rows, size, 0)
-            name = self._peers[post.peer]
-            lists[post.peer] = (
-                here,
-                there,
-                self._agent.prepXferDlist("", ours, self._ucx),
-                self._agent.prepXferDlist(name, theirs, self._ucx),
-            )
-        here, there, ours, theirs = lists[post.peer]
-        i = ((post.source - here) // BLOCK).astype(np.int32)
-        j = ((post.target - there) // BLOCK).astype(np.int32)
-        handle = self._agent.makeXferReq(self._nixl.NIXL_WRITE, ours, i, theirs, j, b"", self._ucx)
+        base = self._there[post.peer]
+        if post.peer not in self._lists:
+            ours = self._prepare(self._nixl.NIXL_INIT_AGENT, self._here)
+            self._lists[post.peer] = ours, self._prepare(self._peers[post.peer], base)
+        ours, theirs = self._lists[post.peer]
+        i = ((post.source - self._here) // BLOCK).astype(np.int32)
+        j = ((post.target - base) // BLOCK).astype(np.int32)
+        handle = self._agent.makeXferReq(
+            self._nixl.NIXL_WRITE, ours, i, theirs, j, b"", self._ucx, False
+        )
         progress, text = self._progress(self._agent.postXferReq, handle, b"")
         return handle, progress, text
 
@@ -89,9 +106,8 @@ async def measure(options, agents, descriptors, method, *, stuck):
     source = np.ones(POOL, dtype=np.uint8)
     transport = nixl(agents=agents)
     if method == "prepared":
-        transport._make_backend = lambda name, regions: PreparedBackend(
-            name, regions, progress_delay_us=1000
-        )
+        bases = source.ctypes.data, {str(peer): base for peer, (_, base) in enumerate(told)}
+        transport._make_backend = lambda name, regions: PreparedBackend(name, regions, bases)
     opened, connected, stopped = set(), set(), set()
     sent, took, posted = {}, [], [0] * PEERS
     changed = asyncio.Event()
@@ -103,6 +119,8 @@ async def measure(options, agents, descriptors, method, *, stuck):
                     opened.add(agent)
                 case Connected():
                     connected.add(event.peer)
+                case InDoubt():
+                    raise SystemExit(f"write in doubt: {event}")
                 case Settled():
                     peer, at = sent.pop(event.write)
                     posted[peer] -= 1
