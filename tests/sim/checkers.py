@@ -115,7 +115,6 @@ class Checkers:
         self.flying: list[PostedWrite] = []
         self.lost: list[PostedWrite] = []  # nobody will ever hear how they ended
         self.failed: list[PostedWrite] = []  # ended by an error: some of it may come late
-        self.asked: set[tuple[str, int, int]] = set()  # keys of `unsettled` frames
         self._frames: dict[tuple[int, tuple[str, int, int]], list[str]] = {}
         self._moving: dict[int, list[float]] = {}  # when a request was said to be matched
         self._permits: dict[tuple[str, str], float] = {}

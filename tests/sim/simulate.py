@@ -292,16 +292,8 @@ def _excused(world: World, side: Side) -> bool:
 
 
 def _is_unclean(world: World, side: Side) -> bool:
-    """Whether a write of it ended by an error: what is in buffers may land at any time.
-
-    A source that has forgotten a key can't say so, and answers for all of the pair.
-    """
-    failed = [write for write in world.checkers.failed if write.target is side.space]
-    return any(
-        write.touches(side)
-        or (write.source.process == side.peer and side.key in world.checkers.asked)
-        for write in failed
-    )
+    """Whether a write of it ended by an error: what is in buffers may land at any time."""
+    return any(write.target is side.space and write.touches(side) for write in world.checkers.failed)
 
 
 def _source_is_over(world: World, side: Side) -> bool:

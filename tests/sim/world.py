@@ -263,5 +263,4 @@ class World:
             self.checkers.frame(pipe.connection, kind, key, request)
         elif kind not in ("renew", "granted"):
             keys = [parts_of(key) for key in message.get("keys", ())]
-            self.checkers.asked.update(keys)
             self.checkers.note(None, f"{pipe.source} -> {pipe.target}: {kind} {keys or ''}")
