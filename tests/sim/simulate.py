@@ -293,7 +293,9 @@ def _excused(world: World, side: Side) -> bool:
 
 def _is_unclean(world: World, side: Side) -> bool:
     """Whether a write of it ended by an error: what is in buffers may land at any time."""
-    return any(write.target is side.space and write.touches(side) for write in world.checkers.failed)
+    return any(
+        write.target is side.space and write.touches(side) for write in world.checkers.failed
+    )
 
 
 def _source_is_over(world: World, side: Side) -> bool:
