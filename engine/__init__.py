@@ -1,6 +1,9 @@
 """The transfer engine: a pure core under a thin asyncio shell. Import its names from `kvferry`.
 
-The core decides (`spans`, `layout`, `plan`, `transitions`, `lease`, `session`, `transfer`,
-`pipeline`, `scheduler`, `target`, `source`, `router`), the shell acts (`control`, `driver`,
-`service`). It knows transports, networks and hosts only by `ports`.
+The core decides: `spans`, `layout`, `boxes` and `plan` are its mathematics, `transitions` its
+state tables, `lease`, `session` and `transfer` its machines; `pipeline`, `scheduler` and `mover`
+move what `source` has paired with the offers that `target` makes, over the sessions that
+`source_sessions` and `target_links` keep; `router` is the whole of it. The shell acts: `driver`,
+`connections`, `control` and `tasks` carry decisions out, `service` and `handles` are the API.
+Transports, networks and hosts are known only by `ports`.
 """

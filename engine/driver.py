@@ -1,9 +1,8 @@
 """Carries out what the router decides: connections, timers, the transport, callbacks.
 
-The only file beside `control` and `service` that awaits. One owner task runs the engine from
-opening to closing; every other task here has it as its owner. Two rules: every event ends in
-`_settle`, which does the effects in their order however callbacks nest, and nothing on the loop
-waits for the transport.
+One owner task runs the engine from opening to closing; every other task has it as its owner. Two
+rules: every event ends in `_settle`, which does the effects in their order however callbacks
+nest, and nothing on the loop waits for the transport.
 """
 
 from __future__ import annotations
@@ -15,26 +14,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from .connections import Connections
 from .context import Context, nanoseconds
-from .control import Connection
 from .effects import Dial, Ended, Fenced, HangUp, Release, Report, Submit, Transmit
 from .errors import Failed, KvferryError
-from .limits import CLOCK_TICK_S, HANDSHAKE_S, HANG_UP_S
+from .limits import AGENT_STOP_S, CLOCK_TICK_S
 from .ports import Close, Opened, Stopped
 from .router import Router
-from .wire import WireError
+from .tasks import Tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
-    from anyio.abc import ByteStream
-
-    from . import wire
     from .config import Config
     from .effects import Effect, Received, Sent
     from .layout import Layout
     from .lease import Evidence, Slots
-    from .ports import Command, Event, Host, Listener, Transport
+    from .ports import Command, Event, Host, Transport
     from .transfer import SourceTransfer, TargetTransfer
 
 logger = logging.getLogger("kvferry")
@@ -73,15 +69,15 @@ class Driver:
         self._transport = transport
         self._host = host
         self._loop = asyncio.get_running_loop()
+        self.internal_errors = 0
+        self.callback_errors = 0
         self._router: Router | None = None
         self._context: Context | None = None
-        self._listener: Listener | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._tasks = Tasks(self._internal_error)
+        self._connections = Connections(
+            host.network, self._tasks, self.do, self._internal_error, config.dial_s
+        )
         self._handles: dict[int, Handle] = {}
-        self._connections: dict[int, Connection] = {}
-        self._writers: dict[int, asyncio.Task[None]] = {}
-        self._connections_made = 0
-        self._tasks: dict[asyncio.Task[None], None] = {}  # ordered, so that closing is too
         self._transport_started = False
         self._agents_open: dict[int, bytes] = {}
         self._agents_stopped: dict[int, str] = {}
@@ -92,11 +88,9 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0
         self._closing = asyncio.Event()
-        self._shutting = False  # nothing new is begun: no dial, no timer
+        self._shutting = False  # nothing new is begun: no timer, no later turn
         self._moved = asyncio.Event()
         self._owner: asyncio.Task[None] | None = None
-        self.internal_errors = 0
-        self.callback_errors = 0
 
     # ------------------------------------------------------------ life
 
@@ -109,7 +103,7 @@ class Driver:
     @property
     def address(self) -> str | None:
         """Where targets can reach this engine, None when it does not listen."""
-        return self._listener.address if self._listener is not None else None
+        return self._connections.address
 
     @property
     def transfers(self) -> int:
@@ -179,8 +173,7 @@ class Driver:
         )
         self._router = Router(self._context)
         if self._config.listen is not None:
-            self._listener = await self._host.network.listen(self._config.listen)
-            self._accepting = self._spawn(self._accept(self._listener), "kvferry-accept")
+            await self._connections.listen(self._config.listen)
 
     async def _drain(self) -> None:
         """End every transfer, then give running writes and the last messages their time."""
@@ -193,8 +186,7 @@ class Driver:
 
     def _give_up(self) -> None:
         """Accept nothing more, and end every transfer."""
-        if self._accepting is not None:
-            self._accepting.cancel()
+        self._connections.refuse()
         if self._router is not None:
             self._router.close(self._host.now())
             self._settle()
@@ -207,20 +199,9 @@ class Driver:
             self._timer.cancel()
         if self._settle_soon is not None:
             self._settle_soon.cancel()
-        for connection in self._connections.values():
-            connection.finish()
-        if self._connections:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(HANG_UP_S):
-                    while self._connections:
-                        self._moved.clear()
-                        await self._moved.wait()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(list(self._tasks))
-        if self._listener is not None:
-            await self._listener.aclose()
+        await self._connections.finish()
+        await self._tasks.cancel()
+        await self._connections.close_port()
         if self._transport_started:
             await self._stop_agents()
         if self._handles:
@@ -237,20 +218,15 @@ class Driver:
         for agent in range(self._transport.agents):
             if agent not in self._agents_stopped:
                 self._transport.submit(agent, [Close(deadline)])
-        while len(self._agents_stopped) < self._transport.agents:
-            self._agents_changed.clear()
-            await self._agents_changed.wait()
-
-    def _spawn(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None]:
-        task = self._loop.create_task(work, name=name)
-        self._tasks[task] = None
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._internal_error(error)
+        try:
+            async with asyncio.timeout(self._config.close_s + AGENT_STOP_S):
+                while len(self._agents_stopped) < self._transport.agents:
+                    self._agents_changed.clear()
+                    await self._agents_changed.wait()
+        except TimeoutError:
+            # A call into the transport does not return. Its thread is a daemon, and what it may
+            # still touch stays referenced by its backend.
+            logger.exception("engine %s: its transport does not stop", self._config.name)
 
     def _internal_error(self, error: BaseException) -> None:
         self.internal_errors += 1
@@ -269,7 +245,7 @@ class Driver:
         self._handles[transfer.number] = handle
         self._settle()
 
-    def do(self, action: Callable[[Router, int], None]) -> None:
+    def do(self, action: Callable[[Router, int], object]) -> None:
         """Tell the router something. Raises what `action` raises."""
         try:
             action(self.router, self._host.now())
@@ -333,9 +309,7 @@ class Driver:
     def _perform(self, effect: Effect, commands: dict[int, list[Command]]) -> None:
         match effect:
             case Transmit():
-                connection = self._connections.get(effect.connection)
-                if connection is not None:
-                    connection.send(effect.message, key=effect.key, gate=effect.gate)
+                self._connections.send(effect)
             case Submit():
                 commands.setdefault(effect.agent, []).append(effect.command)
             case Release():
@@ -347,10 +321,9 @@ class Driver:
                 self._handles.pop(effect.transfer, None)
                 self._moved.set()
             case Dial():
-                if not self._shutting:
-                    self._spawn(self._dial(effect), f"kvferry-dial-{effect.peer.name}")
+                self._connections.dial(effect)
             case HangUp():
-                self._hang_up(effect.connection)
+                self._connections.hang_up(effect.connection)
             case Report():
                 logger.log(effect.level, "engine %s: %s", self._config.name, effect.text)
 
@@ -395,94 +368,4 @@ class Driver:
             now = self._host.now()
             for event in events:
                 self._guard(partial(self.router.worker_event, agent, event, now))
-            self._settle()
-
-    # ------------------------------------------------------------ connections
-
-    async def _accept(self, listener: Listener) -> None:
-        while True:
-            try:
-                stream = await listener.accept()
-            except OSError as error:
-                # Out of file descriptors, or the connection went before it was accepted.
-                logger.warning("engine %s: accept failed: %s", self._config.name, error)
-                await asyncio.sleep(CLOCK_TICK_S * 100)
-                continue
-            number = self._adopt(stream)
-            self.router.accepted(number, self._host.now())
-            self._settle()
-
-    async def _dial(self, effect: Dial) -> None:
-        peer = effect.peer
-        try:
-            async with asyncio.timeout(self._config.dial_s):
-                stream = await self._host.network.dial(peer.address)
-        except TimeoutError:
-            text = f"no answer within {self._config.dial_s} s"
-            self.router.dial_failed(effect.link, f"can't be reached: {text}", self._host.now())
-        except Exception as error:  # noqa: BLE001  also what resolvers raise for an odd address
-            text = str(error) or type(error).__name__
-            self.router.dial_failed(effect.link, f"can't be reached: {text}", self._host.now())
-        else:
-            if self._shutting:
-                await stream.aclose()
-                return
-            self.router.dialled(effect.link, self._adopt(stream), self._host.now())
-        self._settle()
-
-    def _adopt(self, stream: ByteStream) -> int:
-        self._connections_made += 1
-        number = self._connections_made
-        self._connections[number] = Connection(stream)
-        self._writers[number] = self._spawn(self._serve(number), f"kvferry-writer-{number}")
-        self._loop.call_later(HANDSHAKE_S, self._handshake_expired, number)
-        return number
-
-    async def _serve(self, number: int) -> None:
-        """One connection, until it is closed: this task writes, a second one reads."""
-        connection = self._connections[number]
-        reader = self._spawn(self._read(number, connection), f"kvferry-reader-{number}")
-        text = "cancelled"
-        try:
-            text = await connection.run_writer()
-        finally:
-            reader.cancel()
-            del self._connections[number], self._writers[number]
-            self._moved.set()
-            self.router.lost(number, text, self._host.now())
-            self._settle()
-            await connection.aclose()
-
-    async def _read(self, number: int, connection: Connection) -> None:
-        def receive(message: wire.AnyMessage) -> None:
-            self.router.received(number, message, self._host.now())
-            self._settle()
-
-        try:
-            text = await connection.run_reader(receive)
-        except WireError as error:
-            text = str(error)
-        except Exception as error:  # noqa: BLE001
-            # A bug of ours: it costs this session, whose transfers fail on both sides.
-            self._internal_error(error)
-            text = f"internal error: {error!r}"
-        self.router.lost(number, text, self._host.now())
-        self._settle()
-        self._hang_up(number)
-
-    def _hang_up(self, number: int) -> None:
-        """Let the writer flush and end; not longer than a moment."""
-        connection = self._connections.get(number)
-        if connection is not None:
-            connection.finish()
-            self._loop.call_later(HANG_UP_S, self._cut, number)
-
-    def _cut(self, number: int) -> None:
-        writer = self._writers.get(number)
-        if writer is not None:
-            writer.cancel()
-
-    def _handshake_expired(self, number: int) -> None:
-        if number in self._connections:
-            self._guard(partial(self.router.handshake_expired, number, self._host.now()))
             self._settle()

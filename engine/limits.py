@@ -21,6 +21,7 @@ FRAME_BYTES_MAX: Final = 64 * 1024
 WIRE_VERSION_MIN: Final = 1
 WIRE_VERSION_MAX: Final = 1
 HANDSHAKE_S: Final = 10.0
+AGENT_STOP_S: Final = 5.0  # for an agent to end, beyond what closing waits for writes
 HANG_UP_S: Final = 1.0  # for the last messages of a connection that is given up
 CLOCK_TICK_S: Final = 0.001
 DIAL_S: Final = 5.0

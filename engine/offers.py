@@ -6,19 +6,24 @@ its own deadline, and an ended key is remembered, so that a late offer of it sta
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .context import nanoseconds
-from .limits import OFFERS_WAITING_BYTES_MAX, TOMBSTONE_S, TOMBSTONES_MAX
+from .effects import Report
+from .errors import UsageError
+from .limits import OFFER_RUNS_MAX, OFFERS_WAITING_BYTES_MAX, TOMBSTONE_S, TOMBSTONES_MAX
+from .plan import FRAGMENT_BYTES_WARN
+from .spans import Span
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from . import wire
+    from .context import Context
     from .keys import Key
     from .source_sessions import Target
-    from .spans import Span
 
 
 @dataclass(slots=True, eq=False)
@@ -150,3 +155,34 @@ class Tombstones:
         request, branch = place
         if self._unheard.get(request) == branch:
             del self._unheard[request]
+
+
+def read_need(context: Context, target: Target, offer: wire.Offer) -> dict[str, Span]:
+    """The spans that the target wrote, checked. Raises UsageError, Refused."""
+    if not 0 <= offer.min_tokens <= offer.tokens:
+        raise UsageError(f"offer of {offer.tokens} tokens, at least {offer.min_tokens}")
+    runs = sum(len(item.runs) for item in offer.needs)
+    if runs > OFFER_RUNS_MAX:
+        raise UsageError(f"offer of {runs} runs, the bound is {OFFER_RUNS_MAX}")
+    need: dict[str, Span] = {}
+    for item in offer.needs:
+        if item.group in need:
+            raise UsageError(f"group {item.group!r} is in the offer twice")
+        _check_template(context, target, item.group)
+        span = Span.from_wire(item.runs)
+        target.layout.check_slots(item.group, span.slots())
+        need[item.group] = span
+    return need
+
+
+def _check_template(context: Context, target: Target, group: str) -> None:
+    """Make the template of `group`, once; warn when it is slow. Raises Refused, UsageError."""
+    known = group in target.templates
+    template = target.template(context.layout, group)
+    if not known and template.mean_fragment_bytes < FRAGMENT_BYTES_WARN:
+        text = (
+            f"group {group!r} moves to {target.name} in fragments of "
+            f"{template.mean_fragment_bytes} bytes on average, which is slow: store the axes "
+            "of both sides in the same order"
+        )
+        context.emit(Report(logging.WARNING, text))

@@ -6,21 +6,18 @@ what a target wrote is checked here before anything else sees it.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from . import wire
-from .effects import Report
 from .errors import Busy, Cancelled, Failed, KvferryError, PeerLost, Refused, TimedOut, UsageError
 from .keys import Key
 from .lease import Evidence
-from .limits import AUX_BYTES_MAX, OFFER_RUNS_MAX, REASON_CHARS_MAX
+from .limits import AUX_BYTES_MAX, REASON_CHARS_MAX
 from .mover import Mover
-from .offers import Tombstones, WaitingOffer, WaitingOffers
+from .offers import Tombstones, WaitingOffer, WaitingOffers, read_need
 from .pipeline import Pipeline
-from .plan import FRAGMENT_BYTES_WARN, Template
 from .ports import Connected, ConnectFailed, InDoubt, Posted, Settled
 from .scheduler import Bounds, Scheduler
 from .source_sessions import SourceSessions, Target
@@ -199,7 +196,7 @@ class SourceSide:
             return
         try:
             self._check_offer(target, offer)
-            need = self._read_need(target, offer)
+            need = read_need(self._context, target, offer)
         except KvferryError as error:
             self._refuse(target, key, error)
             return
@@ -245,36 +242,6 @@ class SourceSide:
             return waiting.target
         send = self._sends.get(key.request)
         return send.target if send is not None and send.key == key else None
-
-    def _read_need(self, target: Target, offer: wire.Offer) -> dict[str, Span]:
-        """The spans that the target wrote, checked. Raises UsageError, Refused."""
-        if not 0 <= offer.min_tokens <= offer.tokens:
-            raise UsageError(f"offer of {offer.tokens} tokens, at least {offer.min_tokens}")
-        runs = sum(len(item.runs) for item in offer.needs)
-        if runs > OFFER_RUNS_MAX:
-            raise UsageError(f"offer of {runs} runs, the bound is {OFFER_RUNS_MAX}")
-        need: dict[str, Span] = {}
-        for item in offer.needs:
-            if item.group in need:
-                raise UsageError(f"group {item.group!r} is in the offer twice")
-            self._template(target, item.group)
-            span = Span.from_wire(item.runs)
-            target.layout.check_slots(item.group, span.slots())
-            need[item.group] = span
-        return need
-
-    def _template(self, target: Target, group: str) -> Template:
-        """How blocks of `group` map onto the target's. Raises Refused, UsageError."""
-        known = group in target.templates
-        template = target.template(self._context.layout, group)
-        if not known and template.mean_fragment_bytes < FRAGMENT_BYTES_WARN:
-            text = (
-                f"group {group!r} moves to {target.name} in fragments of "
-                f"{template.mean_fragment_bytes} bytes on average, which is slow: store the axes "
-                "of both sides in the same order"
-            )
-            self._context.emit(Report(logging.WARNING, text))
-        return template
 
     def _supersede(self, key: Key, now: int) -> None:
         """A newer attempt of a branch came: end the older ones."""
