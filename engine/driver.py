@@ -72,7 +72,6 @@ class Driver:
         self.internal_errors = 0
         self.callback_errors = 0
         self._router: Router | None = None
-        self._context: Context | None = None
         self._tasks = Tasks(self._internal_error)
         self._connections = Connections(
             host.network, self._tasks, self.do, self._internal_error, config.dial_s
@@ -161,7 +160,7 @@ class Driver:
                 )
             self._agents_changed.clear()
             await self._agents_changed.wait()
-        self._context = Context(
+        context = Context(
             self._config,
             self._layout,
             incarnation,
@@ -171,7 +170,7 @@ class Driver:
             self._host.identity(),
             self._host.entropy,
         )
-        self._router = Router(self._context)
+        self._router = Router(context)
         if self._config.listen is not None:
             await self._connections.listen(self._config.listen)
 
@@ -261,7 +260,7 @@ class Driver:
         and pumps again soon for what the callback made ready. Nothing but what a callback raises
         on purpose (an interrupt) comes out of here.
         """
-        if self._context is None:
+        if self._router is None:
             return
         if self._settling:
             self._again = True
@@ -270,14 +269,14 @@ class Driver:
         commands: dict[int, list[Command]] = {}
         try:
             self._guard(self._pump)
-            while self._context.effects:
-                self._attempt(self._context.effects.popleft(), commands)
+            while (effect := self.router.next_effect()) is not None:
+                self._attempt(effect, commands)
         finally:
             self._settling = False
             for agent, batch in commands.items():
                 self._transport.submit(agent, batch)
             if not self._shutting:
-                if (self._again or self._context.effects) and self._settle_soon is None:
+                if (self._again or self.router.has_effects) and self._settle_soon is None:
                     self._settle_soon = self._loop.call_soon(self._settle_again)
                 self._arm()
 

@@ -24,7 +24,8 @@ class Evidence(StrEnum):
     """Why a slot may be used again. Nothing else frees one.
 
     NEVER_EXPOSED (F0): the other side was never told of it, or it was never handed to a write.
-    DRAINED (F1): the source's word that every write of the key has settled.
+    DRAINED (F1): the source's word that every write of the key has settled, and that each one that
+        was posted was done: what ended by an error may leave bytes that are still to land.
     SETTLED: the source's own writes that read from it have settled.
     """
 

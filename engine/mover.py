@@ -73,10 +73,6 @@ class Mover:
         """The send, None when it is fenced."""
         return self._transfers.get(number)
 
-    def all(self) -> list[SourceTransfer]:
-        """Every send that is not fenced."""
-        return list(self._transfers.values())
-
     def release(self, transfer: SourceTransfer, slots: Slots, evidence: Evidence) -> None:
         """Give source blocks back, if there are any."""
         if slots:

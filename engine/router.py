@@ -1,7 +1,7 @@
 """The whole decision of an engine: events in, effects out. Pure.
 
 A thin union of the two roles: it knows which connection belongs to which side. The driver calls
-one method per event and then carries out `take_effects()`. Two rules: every method takes the
+one method per event and then carries out every `next_effect()`. Two rules: every method takes the
 time as an argument, and a peer's mistake never raises.
 """
 
@@ -102,11 +102,14 @@ class Router:
         """When to `tick`, None when nothing is due."""
         return self._context.wake_at
 
-    def take_effects(self) -> list[Effect]:
-        """What is to be done since the last call, in order."""
-        effects = list(self._context.effects)
-        self._context.effects.clear()
-        return effects
+    @property
+    def has_effects(self) -> bool:
+        """True when something is to be done."""
+        return bool(self._context.effects)
+
+    def next_effect(self) -> Effect | None:
+        """What is to be done next, None when nothing is."""
+        return self._context.effects.popleft() if self._context.effects else None
 
     def deadlines(
         self, match_s: float | None, stall_s: float | None, total_s: float | None

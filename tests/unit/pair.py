@@ -250,7 +250,7 @@ class End:
         more = True
         while more or self.context.effects:
             more = self.router.pump(self.pair.now)
-            for effect in self.router.take_effects():
+            while (effect := self.router.next_effect()) is not None:
                 self._perform(effect)
         self.router.check_integrity()
 
