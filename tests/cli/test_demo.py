@@ -135,6 +135,11 @@ def test_help_and_version() -> None:
 # ---------------------------------------------------------------- how it ends early
 
 
+def _as_from_a_terminal() -> None:
+    """A test run in the background may ignore SIGINT, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Run:
     """A demo in a process group of its own."""
 
@@ -146,6 +151,7 @@ class Run:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=_as_from_a_terminal,
         )
 
     def __enter__(self) -> Run:
