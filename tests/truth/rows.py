@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.truth import scenarios
 from tests.truth.peer import NodeDied
-from tests.truth.trial import Lane, Operation, Outcome, Trial, Void
+from tests.truth.trial import POOL, POOL_MAX, Lane, Operation, Outcome, Trial, Void
 
 ATTEMPTS_MAX = 5
 DISCONNECT = "NIXL_ERR_REMOTE_DISCONNECT"
@@ -80,6 +80,7 @@ def run_row(row: Row, settle_s: float) -> Result:
 def _try(row: Row, settle_s: float, *, evidence: bool) -> Tried:
     void: list[str] = []
     crashes: list[str] = []
+    size = POOL
     for attempt in range(1, ATTEMPTS_MAX + 1):
         try:
             with Trial(
@@ -87,6 +88,7 @@ def _try(row: Row, settle_s: float, *, evidence: bool) -> Tried:
                 row.operation,
                 evidence=evidence,
                 settle_s=settle_s,
+                size=size,
                 network=row.network,
                 may_die=row.may_die,
             ) as trial:
@@ -98,6 +100,7 @@ def _try(row: Row, settle_s: float, *, evidence: bool) -> Tried:
             void.append(str(reason))
         except NodeDied as death:
             crashes.append(str(death))
+        size = min(size * 2, POOL_MAX)  # on a fast machine it may be over before its event
         time.sleep(0.1)
     raise AssertionError(
         f"{row.name}: no trial counted out of {ATTEMPTS_MAX}: void {void}, crashes {crashes}"

@@ -22,7 +22,7 @@ Lane = Literal["same-host", "tcp"]
 Operation = Literal["WRITE", "READ"]
 
 OLD, SOURCE, REFILL, REUSED = 0, 7, 5, 9  # what pools are filled with
-POOL = 256 * MIB
+POOL, POOL_MAX = 256 * MIB, 1024 * MIB
 BLOCK = 16 * 1024
 USER_TIMEOUT_S = 3  # of the operating system's TCP, through UCX_TCP_USER_TIMEOUT
 LANDED_MIN, LANDED_MAX, SHORT_MAX = 0.02, 0.9, 0.6
