@@ -57,6 +57,7 @@ class Connections:
         self._open: dict[int, Connection] = {}
         self._writers: dict[int, asyncio.Task[None]] = {}
         self._made = 0
+        self._unknown_before = 0  # messages of connections that are over
         self._closed_one = asyncio.Event()
         self._finished = False
 
@@ -66,6 +67,12 @@ class Connections:
     def address(self) -> str | None:
         """Where this engine can be dialled, None when it does not listen."""
         return self._listener.address if self._listener is not None else None
+
+    @property
+    def messages_unknown(self) -> int:
+        """Messages of kinds that this version does not know, of all connections so far."""
+        open_now = sum(connection.messages_unknown for connection in self._open.values())
+        return self._unknown_before + open_now
 
     async def listen(self, address: str) -> None:
         """Bind the control port, and accept from now on. Raises OSError, UsageError."""
@@ -142,6 +149,7 @@ class Connections:
         finally:
             reader.cancel()
             del self._open[number], self._writers[number]
+            self._unknown_before += connection.messages_unknown
             self._closed_one.set()
             self._tell(lambda router, now: router.lost(number, text, now))
             await connection.aclose()

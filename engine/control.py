@@ -45,6 +45,11 @@ class Connection:
             self._outbox.put(message, key=key, gate=gate)
             self._wanted.set()
 
+    @property
+    def messages_unknown(self) -> int:
+        """Messages of kinds that this version does not know; they were skipped."""
+        return self._inbox.unknown
+
     def finish(self) -> None:
         """Queue nothing more; `run_writer` returns when what is queued was handed over."""
         self._finishing = True

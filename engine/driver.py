@@ -105,6 +105,11 @@ class Driver:
         return self._connections.address
 
     @property
+    def messages_unknown(self) -> int:
+        """Messages of kinds that this version does not know."""
+        return self._connections.messages_unknown
+
+    @property
     def transfers(self) -> int:
         """Transfers that are not fenced yet."""
         return len(self._handles)

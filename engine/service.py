@@ -51,8 +51,9 @@ class Stats:
 
     slots_lent: target slots that a source may still touch; slots_quarantined: those of them
     whose evidence is out of reach for now. writes_open: writes that were handed to the transport
-    and did not settle. messages_ignored: late, duplicate or unknown ones. internal_errors and
-    callback_errors should be 0: they count bugs of ours and exceptions of your callbacks.
+    and did not settle. messages_ignored: late or duplicate ones; messages_unknown: of kinds that
+    only a newer version knows. internal_errors and callback_errors should be 0: they count bugs of
+    ours and exceptions of your callbacks.
     """
 
     transfers: int
@@ -60,6 +61,7 @@ class Stats:
     slots_quarantined: int
     writes_open: int
     messages_ignored: int
+    messages_unknown: int
     internal_errors: int
     callback_errors: int
 
@@ -248,6 +250,7 @@ class Engine:
             slots_quarantined=target.slots_quarantined,
             writes_open=source.mover.writes_open,
             messages_ignored=target.messages_ignored + source.messages_ignored,
+            messages_unknown=driver.messages_unknown,
             internal_errors=driver.internal_errors,
             callback_errors=driver.callback_errors,
         )

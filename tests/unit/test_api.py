@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import struct
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -756,6 +758,22 @@ async def test_a_stranger_on_the_control_port_costs_nothing() -> None:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
         await one_transfer(prefill, decode)
+
+
+@on_both_loops
+async def test_messages_of_a_newer_version_are_skipped_and_counted() -> None:
+    newer = msgspec.msgpack.encode({"t": "from-the-future", "field": 1})
+    frame = struct.pack(">IHB", len(newer), 1, 0) + newer
+    async with two_nodes() as (prefill, decode):
+        host, port = prefill.engine.address.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(frame * 3)
+        await until(lambda: prefill.engine.stats().messages_unknown == 3)
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        await one_transfer(prefill, decode)
+        assert prefill.engine.stats().messages_unknown == 3, "counted also when it has gone"
 
 
 @on_both_loops
