@@ -151,8 +151,10 @@ class Connections:
             del self._open[number], self._writers[number]
             self._unknown_before += connection.messages_unknown
             self._closed_one.set()
-            self._tell(lambda router, now: router.lost(number, text, now))
-            await connection.aclose()
+            try:
+                self._tell(lambda router, now: router.lost(number, text, now))
+            finally:
+                await connection.aclose()
 
     async def _read(self, number: int, connection: Connection) -> None:
         def receive(message: wire.AnyMessage) -> None:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.truth.rows import DISCONNECT, ROWS, Row
+from tests.truth.peer import NodeDied
+from tests.truth.rows import ATTEMPTS_MAX, DISCONNECT, ROWS, Row
 from tests.truth.shared import ENDED
-from tests.truth.trial import BLOCK, SOURCE, Lane, Trial
+from tests.truth.trial import BLOCK, REUSED, SOURCE, Lane, Trial, Void
 
 if TYPE_CHECKING:
     from tests.truth.conftest import Table
@@ -59,3 +60,32 @@ def test_done_means_in_place(lane: Lane) -> None:
             trial.wait_end()
         assert trial.state == "DONE"
         assert trial.target.pool.foreign(SOURCE) == 0
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_failed_endpoint_reads_its_source_no_more(waits: bool) -> None:
+    """A source's own blocks are free once its endpoint has failed, and not a moment before."""
+    ends = [_reused_before_the_target_goes_on(waits=waits) for _ in range(2)]
+    assert [reused == 0 for reused in ends] == [waits, waits], ends
+
+
+def _reused_before_the_target_goes_on(*, waits: bool) -> int:
+    """How many bytes of a source's next owner reach a target that was stopped meanwhile."""
+    told: list[str] = []
+    for _ in range(ATTEMPTS_MAX):
+        try:
+            with Trial("tcp", "WRITE", evidence=True, settle_s=0) as trial:
+                trial.begin()
+                trial.target.stop()
+                trial.event()
+                if waits:
+                    trial.wait_end()
+                    if trial.state != DISCONNECT:
+                        raise Void(f"its endpoint did not fail: {trial.state}")
+                trial.source.pool.bytes[:] = REUSED
+                trial.target.resume()
+                time.sleep(3)
+                return int((trial.target.pool.bytes == REUSED).sum())
+        except (Void, NodeDied) as reason:
+            told.append(str(reason))
+    raise AssertionError(f"no trial counted: {told}")
