@@ -129,17 +129,17 @@ class Trial:
 
     # ------------------------------------------------------------ before the event
 
-    def start(self) -> None:
-        """Have the initiator post the operation."""
-        self.initiator.call("start", self.operation, *self._other(), BLOCK)
+    def start(self, block: int = BLOCK) -> None:
+        """Have the initiator post the operation, as pieces of `block` bytes."""
+        self.initiator.call("start", self.operation, *self._other(), block)
 
     def _other(self) -> tuple[str, int]:
         name = "target" if self.operation == "WRITE" else "source"
         return name, self.metadata[name][1]
 
-    def begin(self) -> None:
+    def begin(self, block: int = BLOCK) -> None:
         """Start the operation and return when its bytes are seen landing. Raises Void."""
-        self.start()
+        self.start(block)
         deadline = time.monotonic() + 30
         while self.target.pool.landed(SOURCE) < LANDED_MIN:
             if self.phase == ENDED or time.monotonic() > deadline:
