@@ -131,6 +131,24 @@ class Tensor(msgspec.Struct, frozen=True):
         return f"tensor {self.role!r} of {layers}"
 
 
+class Part(msgspec.Struct, frozen=True):
+    """Part of what a group holds: a box of global indices.
+
+    role: of the tensors that are meant, "" for all.
+    ranges: (axis, start, stop) of what is meant; an axis that is not listed is meant whole.
+    """
+
+    role: str = ""
+    ranges: tuple[tuple[AxisName, int, int], ...] = ()
+
+    def range(self, axis: AxisName) -> tuple[int, int]:
+        """The global index range `[start, stop)` that is meant of one axis."""
+        for name, start, stop in self.ranges:
+            if name == axis:
+                return start, stop
+        return 0, 2**31
+
+
 class Group(msgspec.Struct, frozen=True):
     """Layers that share a block table.
 
