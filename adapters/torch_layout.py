@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, cast, get_args
 import numpy as np
 
 from ..engine.errors import UsageError
-from ..engine.layout import Axis, AxisName, Group, GroupKind, Layout, Pool, Tensor
+from ..engine.layout import Group, GroupKind, Layout, Pool
+from ..engine.tensors import Axis, AxisName, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,21 +25,32 @@ SharedAxis = tuple[int, int, int]
 
 
 class Fragments(NamedTuple):
-    """Pieces of one block: offsets into its slot on both sides and bytes, three int64[f]."""
+    """Pieces of a pair of blocks: five int64[f].
+
+    Offsets into the slots on both sides, bytes, and by how many bytes an offset moves per token
+    where blocks of the two sides begin at different tokens (else 0).
+    """
 
     source: Int64Array
     target: Int64Array
     lengths: Int64Array
+    source_token: Int64Array
+    target_token: Int64Array
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What two sides share of a block, folded: `length` bytes at every index of `outer`."""
+    """What two sides share of a block, folded: `length` bytes at every index of `outer`.
+
+    source_token, target_token: see `Fragments`.
+    """
 
     source_offset: int
     target_offset: int
     length: int
     outer: tuple[SharedAxis, ...]
+    source_token: int = 0
+    target_token: int = 0
 
     @property
     def count(self) -> int:
@@ -57,6 +68,8 @@ class Box:
             self.source_offset + spread((extent, stride) for extent, stride, _ in self.outer),
             self.target_offset + spread((extent, stride) for extent, _, stride in self.outer),
             np.full(self.count, self.length, dtype=np.int64),
+            np.full(self.count, self.source_token, dtype=np.int64),
+            np.full(self.count, self.target_token, dtype=np.int64),
         )
 
 
@@ -86,10 +99,20 @@ def spread(axes: Iterable[tuple[int, int]]) -> Int64Array:
 
 
 def join(parts: Sequence[Fragments]) -> Fragments:
-    """Sort all fragments by source offset and join neighbours that touch on both sides."""
+    """Sort all fragments by source offset and join neighbours that touch on both sides.
+
+    They must also move alike from token to token: else they touch at one token only.
+    """
     together = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
     order = np.argsort(together[0], kind="stable")
-    source, target, lengths = (array[order] for array in together)
+    source, target, lengths, source_token, target_token = (array[order] for array in together)
     apart = (source[:-1] + lengths[:-1] != source[1:]) | (target[:-1] + lengths[:-1] != target[1:])
+    apart |= (np.diff(source_token) != 0) | (np.diff(target_token) != 0)
     begins = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    return Fragments(source[begins], target[begins], np.add.reduceat(lengths, begins))
+    return Fragments(
+        source[begins],
+        target[begins],
+        np.add.reduceat(lengths, begins),
+        source_token[begins],
+        target_token[begins],
+    )

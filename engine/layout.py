@@ -1,9 +1,9 @@
 """Layout: where a rank's cache lies in memory, and which part of the model's cache that is.
 
-Owns pools, axes, tensors (boxes), groups and their validation; the classes are the wire form
-too. Pure. Two rules: a layout that passed `check` has every byte of every slot inside its pool,
-and no byte of a block belongs to two coordinates of its group; addresses never decide whether
-two layouts fit.
+Owns pools, groups and the validation of a whole layout; the classes are the wire form too. Pure.
+Two rules: a layout that passed `check` has every byte of every slot inside its pool, and no byte
+of a block belongs to two coordinates of its group; addresses never decide whether two layouts
+fit.
 
 A position's address is `pool.address + slot * pool.stride + tensor.offset + sum over the axes of
 (index - axis.start) * axis.stride`. What lies outside the slot axis in memory (K and V of a
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
@@ -24,6 +23,7 @@ import numpy as np
 from .boxes import Box, fold
 from .errors import UsageError
 from .ports import MemoryKind, Region
+from .tensors import ADDRESS_MAX, AXIS_NAMES, Tensor, check_axes, check_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
 
     Int64Array = NDArray[np.int64]
 
-AxisName = Literal["layer", "kind", "head", "token", "dim"]
 GroupKind = Literal["full", "window", "chunk", "latent", "indexer", "state"]
 
-AXIS_NAMES: Final[tuple[AxisName, ...]] = get_args(AxisName)
 GROUP_KINDS: Final[tuple[GroupKind, ...]] = get_args(GroupKind)
 MEMORY_KINDS: Final[tuple[MemoryKind, ...]] = get_args(MemoryKind)
 
@@ -43,9 +41,8 @@ MEMORY_KINDS: Final[tuple[MemoryKind, ...]] = get_args(MemoryKind)
 POOLS_MAX: Final = 4096
 GROUPS_MAX: Final = 64
 GROUP_TENSORS_MAX: Final = 2048
-FRAGMENTS_PER_BLOCK_MAX: Final = 2**17
-
-_ADDRESS_MAX: Final = 2**63 - 1  # addresses are int64 in every array of the planner
+TOKENS_PER_BLOCK_MAX: Final = 2**16
+FRAGMENTS_PER_BLOCK_MAX: Final = 2**16
 
 
 class Pool(msgspec.Struct, frozen=True):
@@ -69,84 +66,6 @@ class Pool(msgspec.Struct, frozen=True):
     def stop(self) -> int:
         """The first address behind the pool."""
         return self.address + (self.size or self.slots * self.stride)
-
-
-class Axis(msgspec.Struct, frozen=True):
-    """One axis of a tensor: the global indices `[start, stop)`, `stride` bytes apart."""
-
-    name: AxisName
-    start: int
-    stop: int
-    stride: int
-
-    @property
-    def extent(self) -> int:
-        """The number of indices."""
-        return self.stop - self.start
-
-
-class Tensor(msgspec.Struct, frozen=True):
-    """A box: what one block holds of one cached tensor, `offset` bytes into its slot.
-
-    role: names the tensor in the model ("kv", "latent", "indexer_k", "conv"); with the global
-    layer id it says what matches what between two sides.
-    axes: outermost first. An axis that is not listed has the one index 0.
-    item_bytes: of one element; sub-byte types are described in whole bytes.
-    optional: a target may go without it when no source holds it.
-    """
-
-    role: str
-    pool: str
-    offset: int
-    axes: tuple[Axis, ...]
-    item_bytes: int
-    dtype: str
-    optional: bool = False
-
-    def range(self, axis: AxisName) -> tuple[int, int]:
-        """The global index range `[start, stop)` of one axis."""
-        for mine in self.axes:
-            if mine.name == axis:
-                return mine.start, mine.stop
-        return 0, 1
-
-    def stride(self, axis: AxisName) -> int:
-        """Bytes between neighbours of one axis; 0 for an axis that is not listed."""
-        return next((mine.stride for mine in self.axes if mine.name == axis), 0)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes that one block holds of this tensor, padding not counted."""
-        return self.item_bytes * math.prod(axis.extent for axis in self.axes)
-
-    @property
-    def stop(self) -> int:
-        """The offset behind the tensor's last byte in its slot."""
-        reach = sum((axis.extent - 1) * axis.stride for axis in self.axes)
-        return self.offset + reach + self.item_bytes
-
-    def __str__(self) -> str:
-        low, high = self.range("layer")
-        layers = f"layer {low}" if high == low + 1 else f"layers {low}..{high - 1}"
-        return f"tensor {self.role!r} of {layers}"
-
-
-class Part(msgspec.Struct, frozen=True):
-    """Part of what a group holds: a box of global indices.
-
-    role: of the tensors that are meant, "" for all.
-    ranges: (axis, start, stop) of what is meant; an axis that is not listed is meant whole.
-    """
-
-    role: str = ""
-    ranges: tuple[tuple[AxisName, int, int], ...] = ()
-
-    def range(self, axis: AxisName) -> tuple[int, int]:
-        """The global index range `[start, stop)` that is meant of one axis."""
-        for name, start, stop in self.ranges:
-            if name == axis:
-                return start, stop
-        return 0, 2**31
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -184,8 +103,8 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
         Raises: UsageError naming pool or group, tensor, axis or field, and the values.
         """
-        _check_bounds("layout.pools", len(self.pools), 1, POOLS_MAX)
-        _check_bounds("layout.groups", len(self.groups), 1, GROUPS_MAX)
+        check_bounds("layout.pools", len(self.pools), 1, POOLS_MAX)
+        check_bounds("layout.groups", len(self.groups), 1, GROUPS_MAX)
         _check_names("pool", [pool.name for pool in self.pools])
         _check_names("group", [group.name for group in self.groups])
         for pool in self.pools:
@@ -304,13 +223,6 @@ def _touch(region: Region, pool: Pool) -> bool:
     return pool.address < end or (pool.address == end and pool.memory == "dram")
 
 
-def _check_bounds(field: str, value: int, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{field} is {value!r}, must be an integer")
-    if not low <= value <= high:
-        raise UsageError(f"{field} is {value}, must be {low} to {high}")
-
-
 def _check_names(what: str, names: Sequence[str]) -> None:
     seen = set()
     for name in names:
@@ -325,31 +237,31 @@ def _check_pool(pool: Pool) -> None:
     where = f"pool {pool.name!r}"
     if pool.memory not in MEMORY_KINDS:
         raise UsageError(f"{where}: memory is {pool.memory!r}, must be one of {MEMORY_KINDS}")
-    _check_bounds(f"{where}: device", pool.device, 0, 2**31 - 1)
-    _check_bounds(f"{where}: address", pool.address, 0, _ADDRESS_MAX)
-    _check_bounds(f"{where}: stride", pool.stride, 1, _ADDRESS_MAX)
-    _check_bounds(f"{where}: slots", pool.slots, 1, 2**31)
-    _check_bounds(f"{where}: size", pool.size, 0, _ADDRESS_MAX)
-    _check_bounds(f"{where}: end address", pool.stop, 0, _ADDRESS_MAX)
-    _check_bounds(
-        f"{where}: end of its slots", pool.address + pool.slots * pool.stride, 0, _ADDRESS_MAX
+    check_bounds(f"{where}: device", pool.device, 0, 2**31 - 1)
+    check_bounds(f"{where}: address", pool.address, 0, ADDRESS_MAX)
+    check_bounds(f"{where}: stride", pool.stride, 1, ADDRESS_MAX)
+    check_bounds(f"{where}: slots", pool.slots, 1, 2**31)
+    check_bounds(f"{where}: size", pool.size, 0, ADDRESS_MAX)
+    check_bounds(f"{where}: end address", pool.stop, 0, ADDRESS_MAX)
+    check_bounds(
+        f"{where}: end of its slots", pool.address + pool.slots * pool.stride, 0, ADDRESS_MAX
     )
     for slot in pool.reserved:
-        _check_bounds(f"{where}: reserved slot", slot, 0, pool.slots - 1)
+        check_bounds(f"{where}: reserved slot", slot, 0, pool.slots - 1)
 
 
 def _check_group(group: Group, pools: dict[str, Pool]) -> None:
     where = f"group {group.name!r}"
     if group.kind not in GROUP_KINDS:
         raise UsageError(f"{where}: kind is {group.kind!r}, must be one of {GROUP_KINDS}")
-    _check_bounds(f"{where}: number of tensors", len(group.tensors), 1, GROUP_TENSORS_MAX)
-    _check_bounds(f"{where}: tokens_per_block", group.tokens_per_block, 1, 2**31 - 1)
+    check_bounds(f"{where}: number of tensors", len(group.tensors), 1, GROUP_TENSORS_MAX)
+    check_bounds(f"{where}: tokens_per_block", group.tokens_per_block, 1, TOKENS_PER_BLOCK_MAX)
     if group.kind == "state" and group.tokens_per_block != 1:
         raise UsageError(
             f"{where}: tokens_per_block is {group.tokens_per_block}, must be 1: a state is a point"
         )
     if group.kind in ("window", "chunk"):
-        _check_bounds(f"{where}: window", group.window, 1, 2**31 - 1)
+        check_bounds(f"{where}: window", group.window, 1, 2**31 - 1)
     elif group.window:
         raise UsageError(f"{where}: window is {group.window}, must be 0 for kind {group.kind!r}")
     for tensor in group.tensors:
@@ -365,14 +277,16 @@ def _check_tensor(where: str, tensor: Tensor, group: Group, pools: dict[str, Poo
     pool = pools.get(tensor.pool)
     if pool is None:
         raise UsageError(f"{where}: there is no pool {tensor.pool!r}; there are {sorted(pools)}")
-    _check_bounds(f"{where}: item_bytes", tensor.item_bytes, 1, _ADDRESS_MAX)
-    _check_bounds(f"{where}: offset", tensor.offset, 0, _ADDRESS_MAX)
-    _check_axes(where, tensor)
-    if tensor.range("token") != (0, group.tokens_per_block):
+    check_bounds(f"{where}: item_bytes", tensor.item_bytes, 1, ADDRESS_MAX)
+    check_bounds(f"{where}: offset", tensor.offset, 0, ADDRESS_MAX)
+    check_axes(where, tensor)
+    tokens = 1 if tensor.per_block else group.tokens_per_block
+    if tensor.range("token") != (0, tokens):
         low, high = tensor.range("token")
         raise UsageError(
             f"{where}: axis 'token' covers {low}..{high - 1}, "
-            f"but a block of the group has tokens 0..{group.tokens_per_block - 1}"
+            f"but {'a tensor per block has' if tensor.per_block else 'a block of the group has'} "
+            f"tokens 0..{tokens - 1}"
         )
     if tensor.stop > pool.stride:
         raise UsageError(
@@ -385,28 +299,6 @@ def _check_tensor(where: str, tensor: Tensor, group: Group, pools: dict[str, Poo
             f"{where}: the last slot of pool {pool.name!r} ends {end - pool.address} bytes into "
             f"the pool, which has {pool.stop - pool.address}"
         )
-
-
-def _check_axes(where: str, tensor: Tensor) -> None:
-    """Every axis is known, listed once, not empty, and steps over all that is inside it."""
-    reach = tensor.item_bytes
-    seen = set()
-    for axis in reversed(tensor.axes):
-        at = f"{where}: axis {axis.name!r}"
-        if axis.name not in AXIS_NAMES:
-            raise UsageError(f"{at} is unknown, must be one of {AXIS_NAMES}")
-        if axis.name in seen:
-            raise UsageError(f"{at} is listed twice")
-        seen.add(axis.name)
-        _check_bounds(f"{at} start", axis.start, 0, 2**31 - 1)
-        _check_bounds(f"{at} stop", axis.stop, axis.start + 1, 2**31)
-        _check_bounds(f"{at} stride", axis.stride, 0, _ADDRESS_MAX)
-        if axis.extent > 1 and axis.stride < reach:
-            raise UsageError(
-                f"{at}: stride {axis.stride} is less than the {reach} bytes inside it: "
-                "positions would share bytes, or the axes are not listed outermost first"
-            )
-        reach += (axis.extent - 1) * axis.stride
 
 
 def _check_apart(where: str, tensors: Sequence[Tensor]) -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from .context import nanoseconds
 from .effects import Report
 from .errors import UsageError
-from .limits import OFFER_RUNS_MAX, OFFERS_WAITING_BYTES_MAX, TOMBSTONE_S, TOMBSTONES_MAX
-from .plan import FRAGMENT_BYTES_WARN
+from .limits import OFFERS_WAITING_BYTES_MAX, TOMBSTONE_S, TOMBSTONES_MAX
 from .spans import Span
+from .template import FRAGMENT_BYTES_WARN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ class WaitingOffer:
     @property
     def size(self) -> int:
         """Bytes of memory that it is counted as."""
-        return 256 + 8 * sum(len(span) for span in self.need.values())
+        return 256 + sum(span.nbytes for span in self.need.values())
 
 
 class WaitingOffers:
@@ -161,15 +161,12 @@ def read_need(context: Context, target: Target, offer: wire.Offer) -> dict[str, 
     """The spans that the target wrote, checked. Raises UsageError, Refused."""
     if not 0 <= offer.min_tokens <= offer.tokens:
         raise UsageError(f"offer of {offer.tokens} tokens, at least {offer.min_tokens}")
-    runs = sum(len(item.runs) for item in offer.needs)
-    if runs > OFFER_RUNS_MAX:
-        raise UsageError(f"offer of {runs} runs, the bound is {OFFER_RUNS_MAX}")
     need: dict[str, Span] = {}
     for item in offer.needs:
         if item.group in need:
             raise UsageError(f"group {item.group!r} is in the offer twice")
         _check_template(context, target, item.group)
-        span = Span.from_wire(item.runs)
+        span = Span.from_wire(item.firsts, item.counts, item.slots)
         target.layout.check_slots(item.group, span.slots())
         need[item.group] = span
     return need

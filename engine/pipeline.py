@@ -1,7 +1,7 @@
 """One source transfer's way from pushed spans to writes: extract, align, plan, post, settle.
 
 Pure. Pushed chunks are aligned with the need at once (array operations) and planned later, a
-bounded slice at a time, when the scheduler has credit for them. Two rules: an ordinal is planned
+bounded step at a time, when the scheduler has credit for them. Two rules: an ordinal is planned
 at most once, and source blocks leave the pipeline exactly once: not needed, settled, or dropped.
 """
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .align import Pairs, Stream, steps
 from .limits import PLAN_SLICE_DESCRIPTORS_MAX
-from .plan import Copies, Flow, Template, cut, plan
-from .spans import Span
+from .plan import Copies, Flow, cut, plan
 from .transitions import WRITE, WRITES_SETTLED, Write, WriteEvent, follow
 
 if TYPE_CHECKING:
@@ -23,21 +23,23 @@ if TYPE_CHECKING:
 
     from .lease import Slots
     from .ports import Int64Array, WriteBounds
+    from .spans import Span
+    from .template import Template
 
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Blocks of one group that are planned together, and released together.
-
-    Shapes: three int64[n], aligned by position.
-    """
+    """Pairs of blocks of one group that are planned together, and released together."""
 
     group: str
-    ordinals: Int64Array
-    source_slots: Int64Array
-    target_slots: Int64Array
+    pairs: Pairs
     writes_open: int = 0
     failed: bool = False
+
+    def source_slots(self) -> Int64Array:
+        """The piece's source blocks, each once."""
+        slots = self.pairs.source_slots
+        return slots if self.pairs.shift is None else np.unique(slots)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,19 +74,25 @@ class _Cover:
 class Pipeline:
     """What one transfer still has to move. See the module's docstring.
 
-    need: {group: span of target slots}, already cut to the transferred tokens.
+    need: {group: span of target slots}, already cut to the `tokens` that are transferred.
     template: gives the copy template of a group.
     """
 
     def __init__(
         self,
         need: Mapping[str, Span],
+        tokens: int,
         template: Callable[[str], Template],
         bounds: WriteBounds,
     ) -> None:
-        self._need = need
         self._template = template
         self._bounds = bounds
+        self._streams = {
+            group: Stream(
+                span, template(group).target_tokens, template(group).source_tokens, tokens
+            )
+            for group, span in need.items()
+        }
         self._aligned: deque[Piece] = deque()
         self._queued: deque[PlannedWrite] = deque()
         self._open: dict[int, PlannedWrite] = {}
@@ -114,17 +122,16 @@ class Pipeline:
         """Take ready source blocks; return those that the target does not need."""
         unneeded: Slots = {}
         for group, span in chunk.items():
-            need = self._need.get(group, _NOTHING)
-            ordinals, source_slots, target_slots = span.intersect(need)
-            if len(ordinals) < len(span):
-                unneeded[group] = span.subtract(need).slots()
-            size = self._slice_blocks(group)
-            for start in range(0, len(ordinals), size):
-                part = slice(start, start + size)
-                self._aligned.append(
-                    Piece(group, ordinals[part], source_slots[part], target_slots[part])
-                )
-        return unneeded
+            stream = self._streams.get(group)
+            if stream is None:
+                unneeded[group] = span.slots()
+                continue
+            pairs, unneeded[group] = stream.add(span)
+            template = self._template(group)
+            size = max(1, PLAN_SLICE_DESCRIPTORS_MAX // template.fragments_per_block)
+            for part in steps(pairs, template.target_tokens, template.source_tokens, size):
+                self._aligned.append(Piece(group, part))
+        return {group: slots for group, slots in unneeded.items() if slots.size}
 
     def head(self) -> PlannedWrite | None:
         """The next write, planning a slice when none is planned. Does not take it."""
@@ -160,16 +167,19 @@ class Pipeline:
     def drop(self) -> Slots:
         """Give up what was not taken; return the source blocks that are free now."""
         free: dict[str, list[Int64Array]] = {}
+        for group, stream in self._streams.items():
+            free[group] = [stream.drop()]
         for piece in self._aligned:
-            free.setdefault(piece.group, []).append(piece.source_slots)
+            free[piece.group].append(piece.source_slots())
         self._aligned.clear()
         while self._queued:
             write = self._queued.popleft()
             write.follow(WriteEvent.DROP)
             write.piece.failed = True
             for group, slots in self._close(write.piece).items():
-                free.setdefault(group, []).append(slots)
-        return {group: np.concatenate(parts) for group, parts in free.items()}
+                free[group].append(slots)
+        together = {group: np.concatenate(parts) for group, parts in free.items()}
+        return {group: slots for group, slots in together.items() if slots.size}
 
     def missing(self) -> dict[str, Int64Array]:
         """The needed ordinals that are not in place, of each group that lacks some."""
@@ -182,16 +192,11 @@ class Pipeline:
             assert write.state not in WRITES_SETTLED, f"write {write.number} is {write.state}"
             assert write.piece.writes_open > 0, f"write {write.number}: its piece is closed"
 
-    def _slice_blocks(self, group: str) -> int:
-        if group not in self._need:
-            return 1
-        return max(1, PLAN_SLICE_DESCRIPTORS_MAX // self._template(group).fragments_per_block)
-
     def _plan(self, piece: Piece) -> list[PlannedWrite]:
-        template = self._template(piece.group)
+        template, pairs = self._template(piece.group), piece.pairs
         writes = [
             PlannedWrite(piece, flow, copies)
-            for flow in plan(template, piece.source_slots, piece.target_slots)
+            for flow in plan(template, pairs.source_slots, pairs.target_slots, pairs.shift)
             for copies in cut(flow.copies, self._bounds.descriptors_max, self._bounds.bytes_max)
         ]
         piece.writes_open = len(writes)
@@ -202,8 +207,5 @@ class Pipeline:
         if piece.writes_open:
             return {}
         if not piece.failed:
-            self._cover[piece.group].mark(piece.ordinals)
-        return {piece.group: piece.source_slots}
-
-
-_NOTHING = Span.from_runs(())
+            self._cover[piece.group].mark(piece.pairs.ordinals)
+        return {piece.group: piece.source_slots()}

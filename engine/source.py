@@ -21,7 +21,7 @@ from .pipeline import Pipeline
 from .ports import Connected, ConnectFailed, InDoubt, Posted, Settled
 from .scheduler import Bounds, Scheduler
 from .source_sessions import SourceSessions, Target
-from .spans import Span, blocks_for, missing
+from .spans import Span, blocks_for, shortfall
 from .transfer import SourceTransfer
 from .transitions import Outcome, OutcomeEvent
 
@@ -302,13 +302,11 @@ class SourceSide:
     # ------------------------------------------------------------ matching
 
     def _match(self, transfer: SourceTransfer, waiting: WaitingOffer, now: int) -> None:
-        offer, target = waiting.offer, waiting.target
+        offer, target, ours = waiting.offer, waiting.target, self._context.layout
         self._offers.drop(waiting)
         tokens = min(offer.tokens, transfer.tokens)
         need = {
-            group: span.restrict(
-                0, blocks_for(tokens, self._context.layout.group(group).tokens_per_block)
-            )
+            group: span.restrict(0, blocks_for(tokens, target.template(ours, group).target_tokens))
             for group, span in waiting.need.items()
         }
         error = self._uncovered(transfer, offer, need, tokens, target)
@@ -319,7 +317,8 @@ class SourceSide:
             return
         pipeline = Pipeline(
             need,
-            lambda group: target.template(self._context.layout, group),
+            tokens,
+            lambda group: target.template(ours, group),
             self._context.bounds,
         )
         stall_ns = max(1, offer.stall_ms) * 1_000_000
@@ -343,9 +342,16 @@ class SourceSide:
             text = f"{transfer.tokens} tokens are sent, at least {offer.min_tokens} are needed"
         elif transfer.sealed:
             for group, span in need.items():
-                lacking = missing(span, transfer.pushed.get(group, _NOTHING))
-                if len(lacking):
-                    text = f"group {group!r}: {lacking!r} is needed and was not pushed"
+                template = target.template(self._context.layout, group)
+                lacking = shortfall(
+                    span,
+                    template.target_tokens,
+                    transfer.pushed.get(group, _NOTHING),
+                    template.source_tokens,
+                    tokens,
+                )
+                if lacking.tokens:
+                    text = f"group {group!r}: {lacking} needed and not pushed"
                     break
         if not text:
             return None

@@ -13,9 +13,9 @@ from . import wire
 from .context import nanoseconds
 from .effects import HangUp, Submit, Transmit
 from .limits import PERMIT_LINGER_S, REASON_CHARS_MAX, UNCLEAN_KEYS_MAX
-from .plan import Template, make_template
 from .ports import Connect, Disconnect
 from .session import SessionMachine, SessionRefused, SourcePermit
+from .template import Template, make_template
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

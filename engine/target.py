@@ -10,6 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from . import wire
+from .align import shared_tokens
 from .effects import Ended, Fenced, Received, Release, Report, Transmit
 from .errors import Busy, Cancelled, Failed, KvferryError, PeerLost, Refused, TimedOut, UsageError
 from .lease import Evidence
@@ -170,7 +171,7 @@ class TargetSide:
             key=transfer.key,
             tokens=transfer.tokens,
             min_tokens=transfer.min_tokens,
-            needs=[wire.Need(group, span.to_wire()) for group, span in transfer.need.items()],
+            needs=[wire.Need(group, *span.to_wire()) for group, span in transfer.need.items()],
             match_ms=transfer.deadlines.match // 1_000_000,
             stall_ms=transfer.deadlines.stall // 1_000_000,
             total_ms=transfer.deadlines.total // 1_000_000,
@@ -255,8 +256,10 @@ class TargetSide:
         layout = self._context.layout
         total = 0
         for name, span in transfer.need.items():
-            stop = blocks_for(tokens, layout.group(name).tokens_per_block)
-            total += len(span.restrict(0, stop)) * link.template(layout, name).block_bytes
+            template = link.template(layout, name)
+            sizes = template.target_tokens, template.source_tokens
+            moved = shared_tokens(span.restrict(0, blocks_for(tokens, sizes[0])), *sizes, tokens)
+            total += moved * template.block_bytes // sizes[0]
         return total
 
     def _misfit(self, link: Link, transfer: TargetTransfer, error: KvferryError) -> Refused:

@@ -14,8 +14,8 @@ from .context import nanoseconds
 from .effects import Dial, HangUp, Transmit
 from .errors import UsageError
 from .limits import REDIAL_DELAY_MAX_S, REDIAL_DELAY_MIN_S
-from .plan import Template, make_template
 from .session import SessionMachine, SessionRefused, TargetPermit
+from .template import Template, make_template
 from .transitions import Lease
 
 if TYPE_CHECKING:

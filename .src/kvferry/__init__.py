@@ -23,9 +23,10 @@ from .engine.errors import (
 )
 from .engine.handles import Receive, Send
 from .engine.keys import Key, Peer
-from .engine.layout import Axis, Group, Layout, Pool, Tensor
+from .engine.layout import Group, Layout, Pool
 from .engine.service import Engine, Stats
 from .engine.spans import Run, Span
+from .engine.tensors import Axis, Tensor
 
 if TYPE_CHECKING:
     from .transports.memory import memory as memory

@@ -16,9 +16,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.engine.layout import Axis, Group, Layout, Pool, Tensor
-from kvferry.engine.plan import Copies, cut, make_template, plan
+from kvferry.engine.layout import Group, Layout, Pool
+from kvferry.engine.plan import Copies, cut, plan
 from kvferry.engine.spans import Span
+from kvferry.engine.template import make_template
+from kvferry.engine.tensors import Axis, Tensor
 
 NAMES = ("layer", "kind", "head", "token", "dim")
 SOURCE_BASE, TARGET_BASE = 1_000_000, 7_000_000  # far apart: a swapped side leaves its buffer

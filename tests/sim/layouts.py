@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvferry.engine.layout import Axis, Group, Layout, Pool, Tensor
+from kvferry.engine.layout import Group, Layout, Pool
+from kvferry.engine.tensors import Axis, Tensor
 
 if TYPE_CHECKING:
     from .arena import Space

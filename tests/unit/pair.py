@@ -18,7 +18,7 @@ from kvferry.engine.context import Context
 from kvferry.engine.effects import Dial, Ended, Fenced, HangUp, Release, Report, Submit, Transmit
 from kvferry.engine.frames import Inbox, Outbox
 from kvferry.engine.keys import Key, Peer
-from kvferry.engine.layout import Axis, Group, Layout, Pool, Tensor
+from kvferry.engine.layout import Group, Layout, Pool
 from kvferry.engine.ports import (
     Close,
     Connect,
@@ -36,6 +36,7 @@ from kvferry.engine.ports import (
 )
 from kvferry.engine.router import Router
 from kvferry.engine.spans import Span
+from kvferry.engine.tensors import Axis, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

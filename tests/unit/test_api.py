@@ -22,10 +22,11 @@ import pytest
 import kvferry as kv
 from kvferry.engine.errors import Cancelled, Failed, PeerLost, Refused, TimedOut, UsageError
 from kvferry.engine.keys import Key, Peer
-from kvferry.engine.layout import Axis, Group, Layout, Pool, Tensor
+from kvferry.engine.layout import Group, Layout, Pool
 from kvferry.engine.ports import Posted
 from kvferry.engine.service import Engine
 from kvferry.engine.spans import Span
+from kvferry.engine.tensors import Axis, Tensor
 from kvferry.transports.memory import Fabric, Fate, PromptCourier, memory
 from tests.unit.loops import on_both_loops
 

@@ -10,8 +10,9 @@ import pytest
 
 from kvferry.adapters.torch_layout import paged_layout
 from kvferry.engine.errors import UsageError
-from kvferry.engine.layout import Axis, Group, Layout, Pool, Tensor
+from kvferry.engine.layout import Group, Layout, Pool
 from kvferry.engine.ports import Region
+from kvferry.engine.tensors import Axis, Tensor
 
 replace = msgspec.structs.replace
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from kvferry.engine.pipeline import Pipeline
-from kvferry.engine.plan import make_template
 from kvferry.engine.ports import WriteBounds
 from kvferry.engine.spans import Span
+from kvferry.engine.template import make_template
 from kvferry.engine.transitions import IllegalTransition, Write, WriteEvent
 from tests.unit.pair import BLOCK_BYTES, SLOTS, make_layout, slots_of
 
 SOURCE, TARGET = 1 << 32, 2 << 32
+TOKENS = 1 << 20  # more than any span here has
 TEMPLATES = {
     name: make_template(make_layout(SOURCE), name, make_layout(TARGET), name)
     for name in ("full", "side")
@@ -23,7 +24,7 @@ BOUNDS = WriteBounds(descriptors_max=3, bytes_max=2 * BLOCK_BYTES)
 
 
 def pipeline(**need: Span) -> Pipeline:
-    return Pipeline(need, TEMPLATES.__getitem__, BOUNDS)
+    return Pipeline(need, TOKENS, TEMPLATES.__getitem__, BOUNDS)
 
 
 def lists(slots: dict) -> dict[str, list[int]]:
