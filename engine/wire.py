@@ -100,10 +100,15 @@ class Granted(Message, frozen=True, tag="granted"):
 
 
 class Need(msgspec.Struct, frozen=True, array_like=True):
-    """What the target needs of one group: runs of (first ordinal, int32 little-endian slots)."""
+    """What the target needs of one group, as runs: what `Span.to_wire` gives.
+
+    firsts, counts: int32 per run; slots: int32 per block, in ordinal order. Little-endian.
+    """
 
     group: str
-    runs: list[tuple[int, bytes]]
+    firsts: bytes
+    counts: bytes
+    slots: bytes
 
 
 class Offer(Message, frozen=True, tag="offer"):

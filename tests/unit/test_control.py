@@ -53,7 +53,7 @@ class Wire(ByteStream):
 
 
 def big(key: Key) -> wire.Offer:
-    return wire.Offer(key, 0, 0, [wire.Need("g", [(0, bytes(4 * FRAME_BYTES_MAX))])], 1, 1, 1)
+    return wire.Offer(key, 0, 0, [wire.Need("g", b"", b"", bytes(4 * FRAME_BYTES_MAX))], 1, 1, 1)
 
 
 def messages(out: list[bytes]) -> list[wire.AnyMessage]:

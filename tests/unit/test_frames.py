@@ -20,7 +20,7 @@ BIG = 3 * FRAME_BYTES_MAX
 
 
 def big(key: Key, size: int = BIG) -> wire.Offer:
-    return wire.Offer(key, 0, 0, [wire.Need("g", [(0, bytes(size))])], 1, 1, 1)
+    return wire.Offer(key, 0, 0, [wire.Need("g", b"", b"", bytes(size))], 1, 1, 1)
 
 
 def small(number: int) -> wire.Renew:

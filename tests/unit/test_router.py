@@ -9,7 +9,7 @@ import pytest
 from kvferry.engine import wire
 from kvferry.engine.errors import Busy, Failed, UsageError
 from kvferry.engine.keys import Key, Peer
-from kvferry.engine.limits import OFFER_RUNS_MAX, OFFERS_WAITING_BYTES_MAX
+from kvferry.engine.limits import OFFERS_WAITING_BYTES_MAX
 from kvferry.engine.ports import Settled
 from kvferry.engine.source_sessions import PERMIT_LINGER_S
 from kvferry.engine.spans import Span
@@ -424,11 +424,14 @@ def others_work(pair: Pair) -> None:
     assert pair.cables[0] is session
 
 
+ZERO, ONE, TWO = b"\0\0\0\0", b"\1\0\0\0", b"\2\0\0\0"
+
+
 def offer(key: Key = KEY, **changes: object) -> wire.Offer:
     fields: dict[str, object] = {
         "tokens": 4,
         "min_tokens": 4,
-        "needs": [wire.Need("full", [(0, b"\x03\0\0\0")])],
+        "needs": [wire.Need("full", ZERO, ONE, b"\3\0\0\0")],
         "match_ms": 60_000,
         "stall_ms": 60_000,
         "total_ms": 60_000,
@@ -438,18 +441,17 @@ def offer(key: Key = KEY, **changes: object) -> wire.Offer:
 
 ILL_OFFERS = {
     "initiator": offer(Key("ill"), initiator="target"),
-    "unknown group": offer(Key("ill"), needs=[wire.Need("nope", [(0, b"\x03\0\0\0")])]),
-    "group twice": offer(Key("ill"), needs=[wire.Need("full", []), wire.Need("full", [])]),
-    "slot beyond": offer(Key("ill"), needs=[wire.Need("full", [(0, b"\xff\0\0\0")])]),
-    "slot negative": offer(Key("ill"), needs=[wire.Need("full", [(0, b"\xff\xff\xff\xff")])]),
-    "slot twice": offer(Key("ill"), needs=[wire.Need("full", [(0, b"\3\0\0\0\3\0\0\0")])]),
-    "ragged slots": offer(Key("ill"), needs=[wire.Need("full", [(0, b"\3\0\0")])]),
-    "no slots": offer(Key("ill"), needs=[wire.Need("full", [(0, b"")])]),
-    "huge ordinal": offer(Key("ill"), needs=[wire.Need("full", [(2**63, b"\3\0\0\0")])]),
-    "negative ordinal": offer(Key("ill"), needs=[wire.Need("full", [(-1, b"\3\0\0\0")])]),
+    "unknown group": offer(Key("ill"), needs=[wire.Need("nope", ZERO, ONE, b"\3\0\0\0")]),
+    "group twice": offer(Key("ill"), needs=2 * [wire.Need("full", b"", b"", b"")]),
+    "slot beyond": offer(Key("ill"), needs=[wire.Need("full", ZERO, ONE, b"\xff\0\0\0")]),
+    "slot negative": offer(Key("ill"), needs=[wire.Need("full", ZERO, ONE, b"\xff\xff\xff\xff")]),
+    "slot twice": offer(Key("ill"), needs=[wire.Need("full", ZERO, TWO, b"\3\0\0\0\3\0\0\0")]),
     "runs overlap": offer(
-        Key("ill"), needs=[wire.Need("full", [(0, b"\3\0\0\0\4\0\0\0"), (1, b"\5\0\0\0")])]
+        Key("ill"), needs=[wire.Need("full", ZERO + ZERO, ONE + ONE, b"\3\0\0\0\4\0\0\0")]
     ),
+    "ordinal negative": offer(Key("ill"), needs=[wire.Need("full", b"\xff" * 4, ONE, ONE)]),
+    "ragged slots": offer(Key("ill"), needs=[wire.Need("full", ZERO, ONE, b"\3\0\0")]),
+    "slots missing": offer(Key("ill"), needs=[wire.Need("full", ZERO, ONE, b"")]),
     "tokens negative": offer(Key("ill"), tokens=-1, min_tokens=-2),
     "min over tokens": offer(Key("ill"), tokens=1, min_tokens=2),
 }
@@ -1540,20 +1542,15 @@ def test_an_offer_waits_no_longer_than_the_source_lets_anything_last() -> None:
     assert rx.code == "match"
 
 
-def test_an_offer_of_too_many_runs_is_refused() -> None:
+def test_an_offer_may_have_a_run_per_block() -> None:
     pair = Pair()
     offered(pair)
-    runs = [(2 * i, b"\0\0\0\0") for i in range(OFFER_RUNS_MAX + 1)]
-    offer = wire.Offer(Key("many"), 4, 4, [wire.Need("full", runs)], 1000, 1000, 1000)
-    pair.prefill.hear(offer)
-    assert pair.prefill.sent[-1] == wire.Failed(
-        Key("many"),
-        "refused",
-        "usage",
-        f"offer of {OFFER_RUNS_MAX + 1} runs, the bound is {OFFER_RUNS_MAX}",
-        retry_safe=False,
-        drained=True,
-    )
+    need = Span.from_runs((4 * i, [i]) for i in range(24))
+    pair.prefill.hear(offer(Key("strided"), tokens=400, needs=[wire.Need("full", *need.to_wire())]))
+    waiting = pair.prefill.router.source._offers.get(Key("strided"))
+    assert waiting is not None
+    assert waiting.need == {"full": need}
+    assert waiting.size == 256 + 24 * (8 + 16), "runs are counted too"
 
 
 def test_time_moves_in_milliseconds_on_the_wire() -> None:
