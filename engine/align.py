@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    BoolArray = NDArray[np.bool_]
     Int64Array = NDArray[np.int64]
 
 
@@ -94,7 +95,7 @@ class Stream:
     """
 
     def __init__(self, need: Span, target_tokens: int, source_tokens: int, tokens: int) -> None:
-        self._need = need
+        self._need, self._needed = need, need.ordinals()
         self._target_tokens, self._source_tokens = target_tokens, source_tokens
         self._tokens = tokens
         self._period = math.lcm(target_tokens, source_tokens)
@@ -108,18 +109,26 @@ class Stream:
                 span.subtract(self._need).slots() if len(pairs.ordinals) < len(span) else _NONE
             )
             return pairs, unneeded
-        used = blocks_for(self._tokens, self._source_tokens)
-        beyond = span.subtract(span.restrict(0, used)).slots()
-        self._waiting = self._waiting.union(span.restrict(0, used))
+        needed = self._is_needed(span.ordinals())
+        self._waiting = self._waiting.union(span.where(needed))
         ready, need = self._take_complete()
         pairs = align(ready, self._source_tokens, need, self._target_tokens)
-        unneeded = np.setdiff1d(ready.slots(), pairs.source_slots)
-        return pairs, np.concatenate((beyond, unneeded))
+        return pairs, span.slots()[~needed]
 
     def drop(self) -> Int64Array:
         """Give up: the slots of source blocks that were never paired."""
         slots, self._waiting = self._waiting.slots(), Span()
         return slots
+
+    def _is_needed(self, ordinals: Int64Array) -> BoolArray:
+        """Which source blocks share a token below the count with a needed block."""
+        first = ordinals * self._source_tokens // self._target_tokens
+        last = ((ordinals + 1) * self._source_tokens - 1) // self._target_tokens
+        low, high = (
+            np.searchsorted(self._needed, first, "left"),
+            np.searchsorted(self._needed, last, "right"),
+        )
+        return (low < high) & (ordinals < blocks_for(self._tokens, self._source_tokens))
 
     def _take_complete(self) -> tuple[Span, Span]:
         """The waiting source blocks of complete periods, and what is needed there."""

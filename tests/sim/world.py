@@ -40,6 +40,12 @@ GROUPS = (
     SimGroup("window", 1, layers=(1,), kinds=2, heads=2, tokens_per_block=2, dims=64, window=6),
 )  # blocks of 512 bytes, the least that the planner takes unasked
 
+# Worlds where sides have unequal block sizes. Token-major, so that what two blocks share is in
+# rows of 512 bytes or more.
+UNEQUAL = 0.4
+TOKEN_MAJOR = ("token", "layer", "kind", "head", "dim")
+SCALES = (1, 2, 3)
+
 
 class Starved(Exception):
     """There are too few slots left for a request."""
@@ -60,6 +66,14 @@ class Life:
         self.host = SimHost(world.loop, self.prng, world.internet, name, self.rate)
         self.owner = f"{name}/{number}"
         groups = tuple(replace(g, padding=self.prng.choice((0, 16, 64))) for g in GROUPS)
+        if world.unequal:
+            sizes = world.child(f"blocks/{name}/{number}")
+            groups = tuple(
+                replace(
+                    g, order=TOKEN_MAJOR, tokens_per_block=g.tokens_per_block * sizes.choice(SCALES)
+                )
+                for g in groups
+            )
         self.space: Space = world.arena.allocate(
             name, self.owner, groups, {group.name: world.options.slots for group in groups}
         )
@@ -202,6 +216,7 @@ class World:
         self.lives: list[Life] = []
         self.latest: dict[str, Life] = {}
         self.addresses: dict[str, str] = {}
+        self.unequal = self.child("blocks").random() < UNEQUAL
         self.sides = 0
         self.healed = False
         if options.disorder:
