@@ -103,6 +103,12 @@ def check_rank(rank: int, size: int) -> None:
         raise UsageError(f"context-parallel rank is {rank}, must be 0 to {size - 1}")
 
 
+def check_units(tokens: int, tokens_per_block: int) -> None:
+    """Raise UsageError when tokens can't be converted to blocks."""
+    check_at_least("tokens", tokens, 0)
+    check_at_least("tokens_per_block", tokens_per_block, 1)
+
+
 def check_at_least(what: str, value: int, least: int) -> None:
     """Raise UsageError, naming `what`, when `value` is below `least`."""
     if value < least:

@@ -21,6 +21,7 @@ from .blocks import (
     check_rank,
     check_runs,
     check_slots,
+    check_units,
     read_integers,
     read_ordinal,
     read_wire,
@@ -378,8 +379,7 @@ def blocks_for(tokens: int, tokens_per_block: int) -> int:
 
     Raises: UsageError for negative tokens or a block of less than one token.
     """
-    check_at_least("tokens", tokens, 0)
-    check_at_least("tokens_per_block", tokens_per_block, 1)
+    check_units(tokens, tokens_per_block)
     return -(-tokens // tokens_per_block)
 
 
