@@ -15,7 +15,7 @@ from kvferry.engine.errors import Refused, UsageError
 from kvferry.engine.layout import Group, Layout, Pool
 from kvferry.engine.plan import Copies, plan
 from kvferry.engine.template import Template, make_template
-from kvferry.engine.tensors import AxisName, Part, Tensor, dense_tensor
+from kvferry.engine.tensors import Axis, AxisName, Part, Tensor, dense_tensor
 
 SOURCE, TARGET = 1_000_000, 2_000_000
 Ranges = dict[AxisName, tuple[int, int]]
@@ -161,16 +161,18 @@ def test_block_sizes_of_which_none_divides_the_other() -> None:
 
 
 def test_tensors_that_step_differently_from_token_to_token_are_not_joined() -> None:
-    """Two roles touch on both sides at a block's first token, and nowhere else."""
+    """The second token of role a touches the first of b on both sides, the fourth the third not."""
 
-    def both(base: int, tokens: int) -> Layout:
-        one = kv("token dim", role="a", token=(0, tokens), bits=8, head=(0, 1))
-        two = kv("token dim", role="b", token=(0, tokens), bits=8, head=(0, 1), dim=(0, 6))
-        two = Tensor("b", "p", one.block_bytes, two.axes, 1, "any")
-        return layout(base, one, two, tokens=tokens, stride=8 * tokens)
+    def both(base: int, tokens: int, step: int) -> Layout:
+        one = Tensor("a", "p", 0, (Axis("token", 0, tokens, 4),), 2, "any")
+        two = Tensor("b", "p", 6, (Axis("token", 0, tokens, step),), 2, "any")
+        return layout(base, one, two, tokens=tokens)
 
-    template = template_of(both(SOURCE, 4), both(TARGET, 2))
-    assert copied(template, [0], [0], [2], [0], [2]) == [(4, 0, 4), (8 + 12, 4, 12)]
+    template = template_of(both(SOURCE, 4, 8), both(TARGET, 2, 4))
+    first = [(0, 0, 2), (4, 4, 2 + 2), (14, 10, 2)]
+    assert copied(template, [0], [0], [0], [0], [2]) == first
+    second = [(8, 0, 2), (12, 4, 2), (22, 6, 2), (30, 10, 2)]
+    assert copied(template, [0], [0], [2], [0], [2]) == second
 
 
 @pytest.mark.parametrize(
