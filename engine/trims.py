@@ -130,7 +130,7 @@ def local_blocks(blocks: int, rank: int, size: int) -> int:
     """
     check_at_least("blocks", blocks, 0)
     check_rank(rank, size)
-    return -(-max(0, blocks - rank) // size)
+    return -(-(blocks - rank) // size)  # not below 0, since rank is below size
 
 
 def to_global(local: Span, rank: int, size: int) -> Span:

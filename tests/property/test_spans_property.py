@@ -33,6 +33,7 @@ def model_of(span: Span) -> Model:
     assert list(read) == span.ordinals().tolist()
     assert list(read.values()) == span.slots().tolist()
     assert len(read) == len(span)
+    assert all(run.slots.size for run in span.runs)
     stops = [run.first + len(run.slots) for run in span.runs]
     assert all(stop < run.first for stop, run in zip(stops, span.runs[1:], strict=False))
     return read

@@ -107,7 +107,7 @@ def test_a_needed_block_has_a_position_that_is_attended_and_not_cached(policy: P
 @given(prompts, st.integers(1, 70), st.integers(1, 70), sizes)
 def test_blocks_only_ever_become_stale(tokens: int, window: int, chunk: int, size: int) -> None:
     for stale, wide in ((stale_window, window), (stale_chunk, chunk)):
-        assert stale(tokens, wide, size) <= stale(tokens + 1, wide, size)
+        assert 0 <= stale(tokens, wide, size) <= stale(tokens + 1, wide, size)
         assert stale(tokens, wide, size) <= blocks_for(tokens, size)
 
 

@@ -73,25 +73,27 @@ def int32(*values: int) -> bytes:
     return np.array(values, dtype="<i4").tobytes()
 
 
+ILL_WIRE = [
+    (b"\0\0\0", int32(1), int32(7), "firsts have 3 bytes"),
+    (int32(0), b"\1\0", int32(7), "counts have 2 bytes"),
+    (int32(0), int32(1), int32(7) + b"\0", "slots have 5 bytes"),
+    (int32(0, 4), int32(1), int32(7), "2 firsts and 1 counts"),
+    (int32(0, -1), int32(1, 1), int32(7, 8), "run 1: first is -1, at least 0"),
+    (int32(0, 4), int32(1, 0), int32(7), "run 1: count is 0, at least 1"),
+    (int32(0), int32(-2), int32(7), "run 0: count is -2, at least 1"),
+    (int32(0, 4), int32(2, 1), int32(7, 8), "counts are 3 in all, for 2 slots"),
+    (int32(0), int32(2**31 - 1), b"", "counts are 2147483647 in all, for 0 slots"),
+    (int32(*[0] * 3), int32(*[2**31 - 1] * 3), b"", "counts are 6442450941 in all"),
+    (int32(2**31 - 1), int32(2), int32(7, 8), "ordinal 2147483648 is above"),
+    (int32(4, 0), int32(1, 1), int32(7, 8), "run at ordinal 0 follows the run 4..4"),
+    (int32(0, 1), int32(2, 1), int32(7, 8, 9), "run at ordinal 1 follows the run 0..1"),
+    (int32(0), int32(1), int32(-1), "slot -1 is negative"),
+    (int32(0, 4), int32(1, 1), int32(7, 7), "slot 7 appears twice"),
+]
+
+
 @pytest.mark.parametrize(
-    ("firsts", "counts", "slots", "message"),
-    [
-        (b"\0\0\0", int32(1), int32(7), "firsts have 3 bytes"),
-        (int32(0), b"\1\0", int32(7), "counts have 2 bytes"),
-        (int32(0), int32(1), int32(7) + b"\0", "slots have 5 bytes"),
-        (int32(0, 4), int32(1), int32(7), "2 firsts and 1 counts"),
-        (int32(0, -1), int32(1, 1), int32(7, 8), "run 1: first is -1, at least 0"),
-        (int32(0, 4), int32(1, 0), int32(7), "run 1: count is 0, at least 1"),
-        (int32(0), int32(-2), int32(7), "run 0: count is -2, at least 1"),
-        (int32(0, 4), int32(2, 1), int32(7, 8), "counts are 3 in all, for 2 slots"),
-        (int32(0), int32(2**31 - 1), b"", "counts are 2147483647 in all, for 0 slots"),
-        (int32(*[0] * 3), int32(*[2**31 - 1] * 3), b"", "counts are 6442450941 in all"),
-        (int32(2**31 - 1), int32(2), int32(7, 8), "ordinal 2147483648 is above"),
-        (int32(4, 0), int32(1, 1), int32(7, 8), "run at ordinal 0 follows the run 4..4"),
-        (int32(0, 1), int32(2, 1), int32(7, 8, 9), "run at ordinal 1 follows the run 0..1"),
-        (int32(0), int32(1), int32(-1), "slot -1 is negative"),
-        (int32(0, 4), int32(1, 1), int32(7, 7), "slot 7 appears twice"),
-    ],
+    ("firsts", "counts", "slots", "message"), ILL_WIRE, ids=[message for *_, message in ILL_WIRE]
 )
 def test_ill_wire_values_are_refused(
     firsts: bytes, counts: bytes, slots: bytes, message: str
