@@ -26,7 +26,6 @@ HANG_UP_S: Final = 1.0  # for the last messages of a connection that is given up
 CLOCK_TICK_S: Final = 0.001
 DIAL_S: Final = 5.0
 CLOSE_S: Final = 5.0
-OFFER_RUNS_MAX: Final = 16384  # of all groups: each costs a step on the loop, blocks cost none
 AUX_BYTES_MAX: Final = 64 * 1024
 SMALL_MESSAGE_BYTES_MAX: Final = 256 * 1024
 OFFER_BYTES_MAX: Final = 16 * 1024 * 1024

@@ -21,7 +21,6 @@ from .keys import Peer, check_request
 from .limits import (
     FRAME_BYTES_MAX,
     OFFER_BYTES_MAX,
-    OFFER_RUNS_MAX,
     PEER_NAME_BYTES_MAX,
     PRIORITY_MAX,
     TOKENS_MAX,
@@ -177,10 +176,7 @@ class Engine:
         checked = check_spans(self._layout, need)
         for group, span in checked.items():
             self._check_need(group, span, tokens)
-        runs = [run for span in checked.values() for run in span.runs]
-        if len(runs) > OFFER_RUNS_MAX:
-            raise UsageError(f"the need of {key} has {len(runs)} runs, at most {OFFER_RUNS_MAX}")
-        size = sum(16 + 4 * len(run.slots) for run in runs)
+        size = sum(len(part) for span in checked.values() for part in span.to_wire())
         if size > OFFER_BYTES_MAX - FRAME_BYTES_MAX:
             raise UsageError(f"the need of {key} takes {size} bytes in an offer, too many")
         return Receive(

@@ -1,6 +1,6 @@
 """What holds for every test: Hypothesis profiles, and the switch that allows no skip.
 
-HYPOTHESIS_PROFILE chooses `dev` (50 examples) or `ci` (300); without it CI=true means `ci`.
+HYPOTHESIS_PROFILE chooses `dev` (50 examples) or `ci` (2,000); without it CI=true means `ci`.
 KVFERRY_NO_SKIPS=1 turns every skip, of a test or of a whole file, into a failure that gives its
 reason: a machine that is set up for all tests must not lose one silently.
 """
@@ -21,7 +21,7 @@ Report = TypeVar("Report", pytest.CollectReport, pytest.TestReport)
 NO_SKIPS = os.environ.get("KVFERRY_NO_SKIPS", "") not in ("", "0")
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev")
 
-for name, examples in (("dev", 50), ("ci", 300)):
+for name, examples in (("dev", 50), ("ci", 2000)):
     settings.register_profile(
         name,
         max_examples=examples,

@@ -31,5 +31,6 @@ def test_a_box_lists_its_fragments_on_both_sides() -> None:
 def test_join_needs_both_sides_to_touch() -> None:
     source = np.array([20, 0, 10, 30])
     target = np.array([120, 100, 110, 140])
-    joined = join([Fragments(source, target, np.full(4, 10))])
-    assert [array.tolist() for array in joined] == [[0, 30], [100, 140], [30, 10]]
+    alike = np.zeros(4, dtype=np.int64)
+    joined = join([Fragments(source, target, np.full(4, 10), alike, alike)])
+    assert [array.tolist() for array in joined[:3]] == [[0, 30], [100, 140], [30, 10]]

@@ -34,7 +34,7 @@ def send(now: int = 0) -> SourceTransfer:
 def matched(now: int = 10, stall: int = 50, **need: Span) -> SourceTransfer:
     transfer = send()
     target = cast("Target", SimpleNamespace(connection=7, transfers={}))
-    line = Pipeline(need or {"full": Span.from_slots([4, 5])}, TEMPLATES.__getitem__, BOUNDS)
+    line = Pipeline(need or {"full": Span.from_slots([4, 5])}, 1000, TEMPLATES.__getitem__, BOUNDS)
     transfer.start(Key("r"), target, line, 8, stall, now)
     assert target.transfers == {Key("r"): transfer}
     return transfer
@@ -149,7 +149,7 @@ def test_blocks_pushed_before_the_match_wait_and_are_sorted_out_by_it() -> None:
     assert transfer.push({"full": Span.from_slots([1, 2])}, 3) == {}
     assert transfer.push({"full": Span.from_slots([3], first=2)}, 4) == {}
     target = cast("Target", SimpleNamespace(connection=7, transfers={}))
-    line = Pipeline({"full": Span.from_slots([4, 5])}, TEMPLATES.__getitem__, BOUNDS)
+    line = Pipeline({"full": Span.from_slots([4, 5])}, 1000, TEMPLATES.__getitem__, BOUNDS)
     free = transfer.start(Key("r"), target, line, 8, 50, 5)
     assert {group: slots.tolist() for group, slots in free.items()} == {"full": [3]}
     assert transfer.waiting_chunks == []
