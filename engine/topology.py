@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 # Rosters and layouts come from a peer: what they make us compute is bounded.
 RANKS_MAX: Final = 2**12
-CELLS_MAX: Final = 2**22  # of one role, times the ranks that may hold them
+CELLS_MAX: Final = 2**20  # of one role, times the ranks that may hold them
 
 _AXES: Final[tuple[AxisName, ...]] = tuple(name for name in AXIS_NAMES if name != "token")
 
@@ -152,10 +152,10 @@ def assign(
     checked. A rank whose layout lacks the group holds nothing of it. `source_group` is the
     group's name at the source when it differs. `dp` is the dp rank that holds the request.
 
-    Returns assignments by ascending rank, without the ranks that write nothing. Among replicas
-    that rank is chosen which has to write anyway, else `target_rank` decides, so that the ranks
-    of a target use different replicas. Under context parallelism the ranks of each cp coordinate
-    write their ordinals of the whole target; a state is one point, and all of them share it.
+    Returns assignments by ascending rank, none for a rank that writes nothing. Of replicas, one
+    that writes anyway is chosen, else `target_rank` decides, so that the ranks of a target use
+    different ones. Under context parallelism the ranks of each cp coordinate write their ordinals
+    of the whole target; a state is one point, and all of them share it.
 
     Raises: UsageError for a group or rank that is not there, or a `dp` that is needed; Refused
     (by="peer", code="geometry") naming group, tensor or field, both values and the rank when the
@@ -217,9 +217,8 @@ def _check_group(wanted: Group, held: Group, rank: int, steps: int) -> None:
 
 def _require_equal(where: str, field: str, held: Any, wanted: Any, rank: int) -> None:
     if held != wanted:
-        raise _misfit(
-            f"{where}: {field} is {held!r} at source rank {rank} and {wanted!r} at the target"
-        )
+        both = f"{held!r} at source rank {rank} and {wanted!r} at the target"
+        raise _misfit(f"{where}: {field} is {both}")
 
 
 def _misfit(message: str) -> Refused:
@@ -242,7 +241,7 @@ def _ranges(tensor: Tensor) -> list[tuple[int, int]]:
 
 def _merge(boxes: Int64Array) -> Int64Array:
     """Join boxes [n, axis, 2] that differ on one axis only and touch there, axis by axis."""
-    for axis in range(len(_AXES)):
+    for axis in range(len(_AXES)) if len(boxes) > 1 else ():
         others = np.delete(boxes, axis, axis=1).reshape(len(boxes), -1)
         order = np.lexsort((boxes[:, axis, 0], *others.T))
         boxes, others = boxes[order], others[order]
@@ -373,6 +372,7 @@ def _choose(holders: BoolArray, target_rank: int) -> Int64Array:
     left = count == 0
     while left.any():
         served = (holders & left).sum(axis=1)
+        assert served.any(), "a cell that no rank holds was not refused"
         best = np.flatnonzero(served == served.max())
         rank = best[target_rank % best.size]
         owners[left & holders[rank]] = rank
@@ -383,7 +383,7 @@ def _choose(holders: BoolArray, target_rank: int) -> Int64Array:
 def _parts(role: str, cells: Int64Array) -> list[Part]:
     return [
         Part(role, tuple((axis, low, high) for axis, (low, high) in zip(_AXES, box, strict=True)))
-        for box in (_merge(cells).tolist() if len(cells) else ())
+        for box in _merge(cells).tolist()
     ]
 
 
