@@ -26,7 +26,8 @@ from .engine.keys import Key, Peer
 from .engine.layout import Group, Layout, Pool
 from .engine.service import Engine, Stats
 from .engine.spans import Run, Span
-from .engine.tensors import Axis, Tensor
+from .engine.tensors import Axis, Tensor, dense_tensor
+from .engine.topology import shard_heads, shard_layers
 
 if TYPE_CHECKING:
     from .transports.memory import memory as memory
@@ -57,8 +58,11 @@ __all__ = [
     "Tensor",
     "TimedOut",
     "UsageError",
+    "dense_tensor",
     "memory",
     "nixl",
+    "shard_heads",
+    "shard_layers",
 ]
 
 _LAZY = {"memory": ".transports.memory", "nixl": ".transports.nixl"}

@@ -20,6 +20,7 @@ from kvferry.adapters.torch_layout import paged_layout
 
 # [slot, layer, kind, token, head, dim] in uint16: 512 KiB per slot.
 SHAPE = (4, 2, 16, 8, 256)
+AXES = "block layer kind token head dim"
 TOKENS_PER_BLOCK = SHAPE[2]
 GROUP = "full"
 
@@ -36,14 +37,25 @@ class Node:
         self._released: dict[str, list[tuple[list[int], str]]] = {}
         self._seconds: dict[str, float] = {}
 
-    async def open(self, slots: int, fill: int, config: dict[str, Any]) -> str:
-        """Start a fresh engine over a pool that is filled with `fill`, or at random if -1."""
-        self._pool = np.empty((slots, *SHAPE), dtype=np.uint16)
+    async def open(
+        self,
+        slots: int,
+        fill: int,
+        config: dict[str, Any],
+        *,
+        shape: tuple[int, ...] = SHAPE,
+        axes: str = AXES,
+        heads: tuple[int, int] | None = None,
+    ) -> str:
+        """Start a fresh engine over a pool that is filled with `fill`, or at random if -1.
+
+        shape, axes: of a block and of the pool; heads: the global range that this rank holds.
+        """
+        self._pool = np.empty((slots, *shape), dtype=np.uint16)
         await self.fill(fill)
-        axes = "block layer kind token head dim"
         self._engine = kv.Engine(
             kv.Config(**config),
-            layout=paged_layout(self._pool, axes, group=GROUP, model="e2e"),
+            layout=paged_layout(self._pool, axes, group=GROUP, heads=heads, model="e2e"),
             transport=kv.nixl(),
         )
         await self._engine.start()
@@ -80,7 +92,8 @@ class Node:
     def _moving(self) -> bool:
         """As a source: a write is out. As a target: a block has begun to come."""
         assert self._engine is not None
-        begun = self._fill >= 0 and bool((self._pool[:, 0, 0, 0, 0, 0] != self._fill).any())
+        first = self._pool.reshape(len(self._pool), -1)[:, 0]
+        begun = self._fill >= 0 and bool((first != self._fill).any())
         return begun or self._engine.stats().writes_open > 0
 
     async def fill(self, value: int) -> None:

@@ -26,14 +26,15 @@ class Pair:
         self.peer = ("prefill", "")
         self._open: dict[str, Process] = {}
 
-    def open(self) -> None:
+    def open(self, **decode: Any) -> None:
+        """Start both engines; `decode`: how the decoder's pool differs, see `Node.open`."""
         listening = {
             "name": "prefill",
             "listen": "127.0.0.1:0",
             "peer_posted_bytes_max": POSTED_BYTES_MAX,
         }
         self.peer = ("prefill", self.prefill.open(SLOTS, RANDOM, listening))
-        self.decode.open(SLOTS, POISON, {"name": "decode"})
+        self.decode.open(SLOTS, POISON, {"name": "decode"}, **decode)
         self._open = {"prefill": self.prefill, "decode": self.decode}
 
     def forget(self, name: str) -> None:
