@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .align import Pairs, Stream, steps
-from .limits import PLAN_SLICE_DESCRIPTORS_MAX
+from .limits import PLAN_STEP_DESCRIPTORS_MAX, PLAN_STEP_WRITES_MAX
 from .plan import Copies, Flow, cut, plan
 from .transitions import WRITE, WRITES_SETTLED, Write, WriteEvent, follow
 
@@ -69,6 +69,13 @@ class _Cover:
 
     def mark(self, ordinals: Int64Array) -> None:
         self.settled[np.searchsorted(self.ordinals, ordinals)] = True
+
+
+def step_blocks(template: Template, bounds: WriteBounds) -> int:
+    """How many blocks are planned in one step, so that no step holds the loop."""
+    by_descriptors = PLAN_STEP_DESCRIPTORS_MAX // template.fragments_per_block
+    by_writes = PLAN_STEP_WRITES_MAX * bounds.bytes_max // template.block_bytes
+    return max(1, min(by_descriptors, by_writes))
 
 
 class Pipeline:
@@ -128,8 +135,8 @@ class Pipeline:
                 continue
             pairs, unneeded[group] = stream.add(span)
             template = self._template(group)
-            size = max(1, PLAN_SLICE_DESCRIPTORS_MAX // template.fragments_per_block)
-            for part in steps(pairs, template.target_tokens, template.source_tokens, size):
+            sizes = template.target_tokens, template.source_tokens
+            for part in steps(pairs, *sizes, step_blocks(template, self._bounds)):
                 self._aligned.append(Piece(group, part))
         return {group: slots for group, slots in unneeded.items() if slots.size}
 

@@ -81,60 +81,66 @@ def plan(
     _check_range("source", template.source_group, source_slots, template.source_slots)
     _check_range("target", template.target_group, target_slots, template.target_slots)
     _check_shift(template, shift)
+    keys = (source_slots,) if shift is None else (shift.source_token, source_slots)
+    order = np.lexsort(keys)
     parts: dict[Route, list[Copies]] = {}
-    if shift is None:
-        order = np.argsort(source_slots, kind="stable")
-        source_slots, target_slots = source_slots[order], target_slots[order]
-        for stack in template.stacks[template.target_tokens]:
-            copies = _expand(stack, source_slots, target_slots)
-            parts.setdefault(stack.route, []).append(copies)
-        return tuple(Flow(*route, _together(copies)) for route, copies in parts.items())
     for tokens, stacks in template.stacks.items():
-        shared = np.flatnonzero(shift.tokens == tokens)
-        for stack in stacks if shared.size else ():
-            copies = _expand_shifted(stack, source_slots, target_slots, shift, shared)
+        alike = order if shift is None else order[shift.tokens[order] == tokens]
+        for stack in stacks if alike.size else ():
+            copies = _expand(stack, source_slots[alike], target_slots[alike], shift, alike)
             parts.setdefault(stack.route, []).append(copies)
-    return tuple(Flow(*route, _merge(_together(copies))) for route, copies in parts.items())
+    return tuple(Flow(*route, _together(copies)) for route, copies in parts.items())
 
 
-def _expand(stack: Stack, source_slots: Int64Array, target_slots: Int64Array) -> Copies:
-    """Broadcast a stack over slot pairs sorted by source slot."""
-    lengths = stack.lengths
-    if stack.dense:
-        apart = (np.diff(source_slots) != 1) | (np.diff(target_slots) != 1)
-        begins = np.concatenate(([0], np.flatnonzero(apart) + 1))
-        counts = np.diff(np.append(begins, source_slots.size))
-        source_slots, target_slots = source_slots[begins], target_slots[begins]
-        lengths = lengths * counts[None, :, None]
-    source = stack.source.base + source_slots[None, :, None] * stack.source.stride
-    target = stack.target.base + target_slots[None, :, None] * stack.target.stride
-    return _copies(stack, source, target, lengths)
-
-
-def _expand_shifted(
+def _expand(
     stack: Stack,
     source_slots: Int64Array,
     target_slots: Int64Array,
-    shift: Shift,
+    shift: Shift | None,
     pairs: Int64Array,
 ) -> Copies:
-    """Broadcast a stack over the pairs that share as many tokens as it was made for."""
-    ends = (
-        (stack.source, source_slots[pairs], shift.source_token[pairs]),
-        (stack.target, target_slots[pairs], shift.target_token[pairs]),
-    )
-    source, target = (
-        end.base + slots[None, :, None] * end.stride + token[None, :, None] * end.token_stride
-        for end, slots, token in ends
-    )
-    return _copies(stack, source, target, stack.lengths)
+    """Broadcast a stack over k pairs of slots, sorted by source slot and token.
+
+    pairs: where these pairs stand in `shift`.
+    """
+    lengths = stack.lengths[:, :, None]
+    if stack.dense:
+        apart = (np.diff(source_slots) != 1) | (np.diff(target_slots) != 1)
+        begins = np.concatenate(([0], np.flatnonzero(apart) + 1))
+        lengths = lengths * np.diff(np.append(begins, source_slots.size))
+        source_slots, target_slots = source_slots[begins], target_slots[begins]
+    elif shift is None and source_slots.size < stack.lengths.shape[1]:
+        # numpy is quickest with the longer axis innermost: [p, k, f]
+        source = stack.source.by_block(source_slots)
+        target = stack.target.by_block(target_slots)
+        return _copies(stack, source, target, stack.lengths[:, None, :])
+    if shift is None:
+        source, target = (
+            stack.source.by_fragment(source_slots),
+            stack.target.by_fragment(target_slots),
+        )
+        return _copies(stack, source, target, lengths)
+    source = stack.source.by_fragment(source_slots, shift.source_token[pairs])
+    target = stack.target.by_fragment(target_slots, shift.target_token[pairs])
+    return _join(_copies(stack, source, target, lengths), source.shape[-1])
 
 
 def _copies(stack: Stack, source: Int64Array, target: Int64Array, lengths: Int64Array) -> Copies:
-    """Addresses [p, k, f] as copies, once they are known to lie in their pools."""
+    """Addresses [p, ...] as copies, once they are known to lie in their pools."""
     _check_addresses("source", stack.source, source, lengths)
     _check_addresses("target", stack.target, target, lengths)
     return Copies(source.ravel(), target.ravel(), np.broadcast_to(lengths, source.shape).ravel())
+
+
+def _join(copies: Copies, row: int) -> Copies:
+    """Join neighbours that touch on both sides, within rows of `row` copies."""
+    source, target, lengths = copies.source, copies.target, copies.lengths
+    apart = np.ones(len(copies), dtype=np.bool_)
+    apart[1:] = source[:-1] + lengths[:-1] != source[1:]
+    apart[1:] |= target[:-1] + lengths[:-1] != target[1:]
+    apart[::row] = True  # another fragment or pool
+    begins = np.flatnonzero(apart)
+    return Copies(source[begins], target[begins], np.add.reduceat(lengths, begins))
 
 
 def _check_range(side: str, group: str, slots: Int64Array, bound: int) -> None:
@@ -188,15 +194,6 @@ def _together(copies: Sequence[Copies]) -> Copies:
     )
 
 
-def _merge(copies: Copies) -> Copies:
-    """Sort by source address and join neighbours that touch on both sides."""
-    order = np.argsort(copies.source, kind="stable")
-    source, target, lengths = copies.source[order], copies.target[order], copies.lengths[order]
-    apart = (source[:-1] + lengths[:-1] != source[1:]) | (target[:-1] + lengths[:-1] != target[1:])
-    begins = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    return Copies(source[begins], target[begins], np.add.reduceat(lengths, begins))
-
-
 # ---------------------------------------------------------------- writes
 
 
@@ -218,7 +215,7 @@ def cut(copies: Copies, descriptors_max: int, bytes_max: int) -> list[Copies]:
     writes = []
     begin, done = 0, 0
     while begin < len(copies):
-        fit = int(np.searchsorted(ends, done + bytes_max, side="right"))
+        fit = int(ends.searchsorted(done + bytes_max, "right"))
         stop = min(fit, begin + descriptors_max)
         part = slice(begin, stop)
         writes.append(Copies(copies.source[part], copies.target[part], copies.lengths[part]))

@@ -59,11 +59,22 @@ class End:
     the pair's shared tokens begin in the block.
     """
 
-    base: Int64Array  # [p, 1, f]
-    stride: Int64Array  # [p, 1, 1]
-    token_stride: Int64Array  # [p, 1, f]
+    base: Int64Array  # [p, f]
+    stride: Int64Array  # [p]
+    token_stride: Int64Array  # [p, f]
     low: Int64Array  # [p] first address of the pool
     high: Int64Array  # [p] first address behind the pool
+
+    def by_block(self, slots: Int64Array) -> Int64Array:
+        """Addresses [p, k, f] of slots [k]."""
+        return self.base[:, None, :] + slots[:, None] * self.stride[:, None, None]
+
+    def by_fragment(self, slots: Int64Array, tokens: Int64Array | None = None) -> Int64Array:
+        """Addresses [p, f, k] of slots [k], from `tokens` [k] on or from the blocks' first."""
+        begin = self.base[:, :, None] + slots * self.stride[:, None, None]
+        if tokens is not None:
+            begin += tokens * self.token_stride[:, :, None]
+        return begin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +89,7 @@ class Stack:
     route: Route
     source: End
     target: End
-    lengths: Int64Array  # [p, 1, f]
+    lengths: Int64Array  # [p, f]
     dense: bool
 
 
@@ -330,7 +341,7 @@ def _stack(
                 route=route,
                 source=_end(sources, [p.source for p in parts], [p.source_token for p in parts]),
                 target=_end(targets, [p.target for p in parts], [p.target_token for p in parts]),
-                lengths=np.stack([part.lengths for part in parts])[:, None, :],
+                lengths=np.stack([part.lengths for part in parts]),
                 dense=dense,
             )
         )
@@ -342,9 +353,9 @@ def _end(
 ) -> End:
     addresses = np.array([pool.address for pool in pools], dtype=np.int64)
     return End(
-        base=addresses[:, None, None] + np.stack(offsets)[:, None, :],
-        stride=np.array([pool.stride for pool in pools], dtype=np.int64)[:, None, None],
-        token_stride=np.stack(token_strides)[:, None, :],
+        base=addresses[:, None] + np.stack(offsets),
+        stride=np.array([pool.stride for pool in pools], dtype=np.int64),
+        token_stride=np.stack(token_strides),
         low=addresses,
         high=np.array([pool.stop for pool in pools], dtype=np.int64),
     )

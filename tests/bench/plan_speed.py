@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 
 from kvferry.engine.align import Pairs, align, steps
-from kvferry.engine.limits import PLAN_SLICE_DESCRIPTORS_MAX
+from kvferry.engine.pipeline import step_blocks
 from kvferry.engine.plan import Copies, cut, plan
+from kvferry.engine.ports import WriteBounds
 from kvferry.engine.spans import Span
 from kvferry.engine.template import Template, make_template
 from tests.geometries import MODELS, rank_layout
@@ -125,8 +126,8 @@ def stepwise(template: Template, pairs: Pairs) -> int:
 
 
 def sliced(template: Template, pairs: Pairs) -> Iterator[Pairs]:
-    size = max(1, PLAN_SLICE_DESCRIPTORS_MAX // template.fragments_per_block)
-    return steps(pairs, template.target_tokens, template.source_tokens, size)
+    sizes = template.target_tokens, template.source_tokens
+    return steps(pairs, *sizes, step_blocks(template, WriteBounds(*WRITE)))
 
 
 def plain(template: Template, pairs: Pairs) -> int:
@@ -134,14 +135,14 @@ def plain(template: Template, pairs: Pairs) -> int:
     ((stack,),) = template.stacks.values()
     source_token, target_token = pairs.shift[:2] if pairs.shift else (0, 0)
     sources, targets, lengths = [], [], []
-    for at, fragment in np.ndindex(LAYERS, stack.lengths.shape[2]):
+    for at, fragment in np.ndindex(LAYERS, stack.lengths.shape[1]):
         for slots, token, end, found in (
             (pairs.source_slots, source_token, stack.source, sources),
             (pairs.target_slots, target_token, stack.target, targets),
         ):
-            begin = end.base[at, 0, fragment] + slots * end.stride[at, 0, 0]
-            found.append(begin + token * end.token_stride[at, 0, fragment])
-        lengths.append(np.full(pairs.ordinals.size, stack.lengths[at, 0, fragment]))
+            begin = end.base[at, fragment] + slots * end.stride[at]
+            found.append(begin + token * end.token_stride[at, fragment])
+        lengths.append(np.full(pairs.ordinals.size, stack.lengths[at, fragment]))
     copies = Copies(*map(np.concatenate, (sources, targets, lengths)))
     return len(copies)
 

@@ -138,8 +138,18 @@ def test_a_plan_that_raises_loses_and_repeats_no_block(monkeypatch: pytest.Monke
     assert lists(line.drop()) == {"full": [1, 2, 3, 4]}
 
 
-def test_large_chunks_are_planned_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.engine.pipeline.PLAN_SLICE_DESCRIPTORS_MAX", 4)
+@pytest.mark.parametrize(
+    ("bound", "value", "steps"),
+    [
+        ("PLAN_STEP_DESCRIPTORS_MAX", 4, 5),  # one per block
+        ("PLAN_STEP_WRITES_MAX", 1, 10),  # of two blocks
+        ("PLAN_STEP_WRITES_MAX", 0, 20),  # a block is the least
+    ],
+)
+def test_large_chunks_are_planned_in_steps(
+    monkeypatch: pytest.MonkeyPatch, bound: str, value: int, steps: int
+) -> None:
+    monkeypatch.setattr(f"kvferry.engine.pipeline.{bound}", value)
     line = pipeline(full=Span.from_slots(range(20)))
     line.add({"full": Span.from_slots(range(30, 50))})
     planned = 0
@@ -147,7 +157,7 @@ def test_large_chunks_are_planned_in_slices(monkeypatch: pytest.MonkeyPatch) -> 
         planned += line.must_plan
         line.head()
         line.take(100 + planned * 10 + line.writes_open)
-    assert planned == 5
+    assert planned == steps
 
 
 @pytest.mark.parametrize("seed", range(40))
