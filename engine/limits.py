@@ -53,7 +53,6 @@ TOMBSTONE_S: Final = 300.0
 
 # Planning and posting
 PLAN_STEP_DESCRIPTORS_MAX: Final = 16384  # planned at once: below 2 ms, and in the cache
-PLAN_STEP_WRITES_MAX: Final = 128  # of full size, cut at once: each is a step on the loop
 TRANSFERS_ADMITTED_MAX: Final = 256  # with planned writes in memory
 PUMP_WRITES_MAX: Final = 16  # handed over before the loop may do something else
 PEER_POSTED_BYTES_MAX: Final = 32 * 1024 * 1024

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .align import Pairs, Stream, steps
-from .limits import PLAN_STEP_DESCRIPTORS_MAX, PLAN_STEP_WRITES_MAX
-from .plan import Copies, Flow, cut, plan
+from .limits import PLAN_STEP_DESCRIPTORS_MAX
+from .plan import Copies, Cut, Flow, plan
 from .transitions import WRITE, WRITES_SETTLED, Write, WriteEvent, follow
 
 if TYPE_CHECKING:
@@ -29,10 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Pairs of blocks of one group that are planned together, and released together."""
+    """Pairs of blocks of one group that are planned together, and released together.
+
+    flows_left: of its plan, not all cut into writes. writes_open: cut and not settled.
+    """
 
     group: str
     pairs: Pairs
+    flows_left: int = 0
     writes_open: int = 0
     failed: bool = False
 
@@ -58,6 +62,15 @@ class PlannedWrite:
 
 
 @dataclass(slots=True)
+class _Planned:
+    """A flow of a piece that is being cut into writes."""
+
+    piece: Piece
+    flow: Flow
+    cut: Cut
+
+
+@dataclass(slots=True)
 class _Cover:
     """Which ordinals of one group's need are in place."""
 
@@ -69,13 +82,6 @@ class _Cover:
 
     def mark(self, ordinals: Int64Array) -> None:
         self.settled[np.searchsorted(self.ordinals, ordinals)] = True
-
-
-def step_blocks(template: Template, bounds: WriteBounds) -> int:
-    """How many blocks are planned in one step, so that no step holds the loop."""
-    by_descriptors = PLAN_STEP_DESCRIPTORS_MAX // template.fragments_per_block
-    by_writes = PLAN_STEP_WRITES_MAX * bounds.bytes_max // template.block_bytes
-    return max(1, min(by_descriptors, by_writes))
 
 
 class Pipeline:
@@ -101,6 +107,7 @@ class Pipeline:
             for group, span in need.items()
         }
         self._aligned: deque[Piece] = deque()
+        self._planned: deque[_Planned] = deque()
         self._queued: deque[PlannedWrite] = deque()
         self._open: dict[int, PlannedWrite] = {}
         self._cover = {group: _Cover(span.ordinals()) for group, span in need.items()}
@@ -109,12 +116,12 @@ class Pipeline:
     @property
     def has_work(self) -> bool:
         """True when a write can be taken."""
-        return bool(self._queued or self._aligned)
+        return bool(self._queued or self._planned or self._aligned)
 
     @property
     def must_plan(self) -> bool:
-        """True when `head` has to plan a slice first."""
-        return not self._queued and bool(self._aligned)
+        """True when `head` has to plan a step first."""
+        return bool(self._aligned) and not (self._queued or self._planned)
 
     @property
     def writes_open(self) -> int:
@@ -136,15 +143,23 @@ class Pipeline:
             pairs, unneeded[group] = stream.add(span)
             template = self._template(group)
             sizes = template.target_tokens, template.source_tokens
-            for part in steps(pairs, *sizes, step_blocks(template, self._bounds)):
+            size = max(1, PLAN_STEP_DESCRIPTORS_MAX // template.fragments_per_block)
+            for part in steps(pairs, *sizes, size):
                 self._aligned.append(Piece(group, part))
         return {group: slots for group, slots in unneeded.items() if slots.size}
 
     def head(self) -> PlannedWrite | None:
-        """The next write, planning a slice when none is planned. Does not take it."""
-        if not self._queued and self._aligned:
-            self._queued.extend(self._plan(self._aligned[0]))
+        """The next write, planning a step when none is planned. Does not take it."""
+        if self.must_plan:
+            self._planned.extend(self._plan(self._aligned[0]))
             self._aligned.popleft()  # only now: a plan that raises leaves its blocks to `drop`
+        if not self._queued and self._planned:
+            planned = self._planned[0]
+            self._queued.append(PlannedWrite(planned.piece, planned.flow, next(planned.cut)))
+            planned.piece.writes_open += 1
+            if planned.cut.is_over:
+                planned.piece.flows_left -= 1
+                self._planned.popleft()
         return self._queued[0] if self._queued else None
 
     def take(self, number: int) -> PlannedWrite:
@@ -185,6 +200,12 @@ class Pipeline:
             write.piece.failed = True
             for group, slots in self._close(write.piece).items():
                 free[group].append(slots)
+        for planned in self._planned:
+            planned.piece.failed = True
+            planned.piece.flows_left -= 1
+            if not planned.piece.flows_left and not planned.piece.writes_open:
+                free[planned.piece.group].append(planned.piece.source_slots())
+        self._planned.clear()
         together = {group: np.concatenate(parts) for group, parts in free.items()}
         return {group: slots for group, slots in together.items() if slots.size}
 
@@ -199,19 +220,19 @@ class Pipeline:
             assert write.state not in WRITES_SETTLED, f"write {write.number} is {write.state}"
             assert write.piece.writes_open > 0, f"write {write.number}: its piece is closed"
 
-    def _plan(self, piece: Piece) -> list[PlannedWrite]:
+    def _plan(self, piece: Piece) -> list[_Planned]:
         template, pairs = self._template(piece.group), piece.pairs
-        writes = [
-            PlannedWrite(piece, flow, copies)
+        bounds = self._bounds
+        planned = [
+            _Planned(piece, flow, Cut(flow.copies, bounds.descriptors_max, bounds.bytes_max))
             for flow in plan(template, pairs.source_slots, pairs.target_slots, pairs.shift)
-            for copies in cut(flow.copies, self._bounds.descriptors_max, self._bounds.bytes_max)
         ]
-        piece.writes_open = len(writes)
-        return writes
+        piece.flows_left = len(planned)
+        return planned
 
     def _close(self, piece: Piece) -> Slots:
         piece.writes_open -= 1
-        if piece.writes_open:
+        if piece.writes_open or piece.flows_left:
             return {}
         if not piece.failed:
             self._cover[piece.group].mark(piece.pairs.ordinals)

@@ -15,7 +15,7 @@ import numpy as np
 from .errors import InternalError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -197,30 +197,44 @@ def _together(copies: Sequence[Copies]) -> Copies:
 # ---------------------------------------------------------------- writes
 
 
-def cut(copies: Copies, descriptors_max: int, bytes_max: int) -> list[Copies]:
-    """Cut copies into writes of at most `descriptors_max` copies and `bytes_max` bytes each.
+class Cut:
+    """Copies as writes of at most `descriptors_max` copies and `bytes_max` bytes, one at a time.
 
-    Keeps the order; a copy of more than `bytes_max` bytes becomes several. The parts are views.
-    O(n), with a Python step per write.
+    Keeps the order; a copy of more than `bytes_max` bytes becomes several. Writes are views. One
+    at a time, since each costs microseconds, and large blocks make thousands of them.
 
     Raises: UsageError for a bound below 1.
     """
-    if descriptors_max < 1 or bytes_max < 1:
-        raise UsageError(
-            f"descriptors_max is {descriptors_max} and bytes_max is {bytes_max}, "
-            "must both be 1 or more"
-        )
-    copies = _split(copies, bytes_max)
-    ends = np.cumsum(copies.lengths)
-    writes = []
-    begin, done = 0, 0
-    while begin < len(copies):
-        fit = int(ends.searchsorted(done + bytes_max, "right"))
-        stop = min(fit, begin + descriptors_max)
-        part = slice(begin, stop)
-        writes.append(Copies(copies.source[part], copies.target[part], copies.lengths[part]))
-        begin, done = stop, int(ends[stop - 1])
-    return writes
+
+    def __init__(self, copies: Copies, descriptors_max: int, bytes_max: int) -> None:
+        if descriptors_max < 1 or bytes_max < 1:
+            raise UsageError(
+                f"descriptors_max is {descriptors_max} and bytes_max is {bytes_max}, "
+                "must both be 1 or more"
+            )
+        self._descriptors_max, self._bytes_max = descriptors_max, bytes_max
+        self._copies = _split(copies, bytes_max)
+        self._ends = np.cumsum(self._copies.lengths)
+        self._begin, self._done = 0, 0
+
+    @property
+    def is_over(self) -> bool:
+        """True when nothing is left."""
+        return self._begin == len(self._copies)
+
+    def __iter__(self) -> Iterator[Copies]:
+        """The writes that are left."""
+        return self
+
+    def __next__(self) -> Copies:
+        """The next write."""
+        if self.is_over:
+            raise StopIteration
+        fit = int(self._ends.searchsorted(self._done + self._bytes_max, "right"))
+        part = slice(self._begin, min(fit, self._begin + self._descriptors_max))
+        self._begin, self._done = part.stop, int(self._ends[part.stop - 1])
+        copies = self._copies
+        return Copies(copies.source[part], copies.target[part], copies.lengths[part])
 
 
 def _split(copies: Copies, bytes_max: int) -> Copies:

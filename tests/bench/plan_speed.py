@@ -22,9 +22,8 @@ import numpy as np
 import pytest
 
 from kvferry.engine.align import Pairs, align, steps
-from kvferry.engine.pipeline import step_blocks
-from kvferry.engine.plan import Copies, cut, plan
-from kvferry.engine.ports import WriteBounds
+from kvferry.engine.limits import PLAN_STEP_DESCRIPTORS_MAX
+from kvferry.engine.plan import Copies, Cut, plan
 from kvferry.engine.spans import Span
 from kvferry.engine.template import Template, make_template
 from tests.geometries import MODELS, rank_layout
@@ -127,7 +126,11 @@ def stepwise(template: Template, pairs: Pairs) -> int:
 
 def sliced(template: Template, pairs: Pairs) -> Iterator[Pairs]:
     sizes = template.target_tokens, template.source_tokens
-    return steps(pairs, *sizes, step_blocks(template, WriteBounds(*WRITE)))
+    return steps(pairs, *sizes, max(1, PLAN_STEP_DESCRIPTORS_MAX // template.fragments_per_block))
+
+
+def cut(copies: Copies) -> list[Copies]:
+    return list(Cut(copies, *WRITE))
 
 
 def plain(template: Template, pairs: Pairs) -> int:
@@ -180,7 +183,7 @@ def test_cut(case: Case, benchmark, say) -> None:
     """Per write: cutting has a Python step for each."""
     template, pairs = case.template(), next(sliced(case.template(), case.pairs()))
     (flow,) = plan(template, pairs.source_slots, pairs.target_slots, pairs.shift)
-    writes = benchmark.pedantic(cut, (flow.copies, *WRITE), rounds=50, warmup_rounds=5)
+    writes = benchmark.pedantic(cut, (flow.copies,), rounds=50, warmup_rounds=5)
     low, median = _each(benchmark, len(writes), 1e6)
     benchmark.extra_info.update(us_min=low, us=median, writes=len(writes))
     say(case, f"{low:.2f}", f"{median:.2f}", f"{len(writes)} writes of {flow.copies.bytes} bytes")
@@ -188,7 +191,7 @@ def test_cut(case: Case, benchmark, say) -> None:
 
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_the_longest_step(case: Case, benchmark, say) -> None:
-    """All steps of a prompt of a million tokens, planned and cut; five times over."""
+    """All steps of a prompt of a million tokens, each up to its first write; five times over."""
     template, (have, need) = case.template(), case.spans()
     aligned, stepped = [], []
 
@@ -198,7 +201,7 @@ def test_the_longest_step(case: Case, benchmark, say) -> None:
         clock.append(time.thread_time())
         for part in sliced(template, pairs):
             for flow in plan(template, part.source_slots, part.target_slots, part.shift):
-                cut(flow.copies, *WRITE)
+                next(Cut(flow.copies, *WRITE))  # one at a time, as transfers do
             clock.append(time.thread_time())
         first, *others = (1e3 * (late - early) for early, late in itertools.pairwise(clock))
         aligned.append(first)

@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvferry.engine.align import Stream
-from kvferry.engine.plan import Copies, cut, plan
+from kvferry.engine.plan import Copies, Cut, plan
 from kvferry.engine.template import make_template
 from kvferry.engine.topology import assign
 from tests.property.instances import (
@@ -65,7 +65,7 @@ def copies_of(
         stream = Stream(need, template.target_tokens, template.source_tokens, tokens)
         pairs, _ = stream.add(rank.span)
         for flow in plan(template, pairs.source_slots, pairs.target_slots, pairs.shift):
-            found += [(leg.rank, write) for write in cut(flow.copies, 7, 50)]
+            found += [(leg.rank, write) for write in Cut(flow.copies, 7, 50)]
     return found
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.engine.layout import Group, Layout, Pool
-from kvferry.engine.plan import Copies, Flow, cut, plan
+from kvferry.engine.plan import Copies, Cut, Flow, plan
 from kvferry.engine.spans import Span
 from kvferry.engine.template import make_template
 from kvferry.engine.tensors import Axis, Tensor
@@ -236,7 +236,7 @@ def test_cut_keeps_every_byte_within_its_bounds(
     case: Case, descriptors_max: int, bytes_max: int
 ) -> None:
     for flow in flows_of(case):
-        writes = cut(flow.copies, descriptors_max, bytes_max)
+        writes = list(Cut(flow.copies, descriptors_max, bytes_max))
         for write in writes:
             assert 1 <= len(write) <= descriptors_max
             assert write.bytes <= bytes_max

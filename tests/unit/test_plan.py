@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.engine.errors import InternalError, Refused, UsageError
 from kvferry.engine.layout import Group, Layout, Pool
-from kvferry.engine.plan import Copies, cut, plan
+from kvferry.engine.plan import Copies, Cut, plan
 from kvferry.engine.template import Template, make_template
 from kvferry.engine.tensors import Axis, Tensor
 
@@ -290,13 +290,13 @@ def copies_of(*lengths: int) -> Copies:
 def test_cut_fills_each_write_up_to_its_bounds(
     lengths: tuple, descriptors_max: int, bytes_max: int, expected: list
 ) -> None:
-    writes = cut(copies_of(*lengths), descriptors_max, bytes_max)
+    writes = list(Cut(copies_of(*lengths), descriptors_max, bytes_max))
     assert [write.lengths.tolist() for write in writes] == expected
 
 
 def test_cut_continues_a_copy_where_its_last_piece_ended() -> None:
     copies = Copies(array(1000, 5000), array(9000, 7000), array(25, 10))
-    writes = cut(copies, 4, 10)
+    writes = list(Cut(copies, 4, 10))
     assert [listed(write) for write in writes] == [
         [(1000, 9000, 10)],
         [(1010, 9010, 10)],
@@ -307,7 +307,7 @@ def test_cut_continues_a_copy_where_its_last_piece_ended() -> None:
 
 def test_cut_handles_a_state_of_hundreds_of_megabytes() -> None:
     size = 460_000_000
-    writes = cut(Copies(array(1 << 40), array(1 << 41), array(size)), 512, 8 << 20)
+    writes = list(Cut(Copies(array(1 << 40), array(1 << 41), array(size)), 512, 8 << 20))
     assert len(writes) == 55
     assert sum(write.bytes for write in writes) == size
     assert int(writes[-1].source[0] + writes[-1].lengths[0]) == (1 << 40) + size
@@ -316,4 +316,4 @@ def test_cut_handles_a_state_of_hundreds_of_megabytes() -> None:
 @pytest.mark.parametrize(("descriptors_max", "bytes_max"), [(0, 10), (10, 0), (-1, 10)])
 def test_cut_without_room_is_refused(descriptors_max: int, bytes_max: int) -> None:
     with pytest.raises(UsageError, match=f"descriptors_max is {descriptors_max} and bytes_max"):
-        cut(copies_of(1), descriptors_max, bytes_max)
+        Cut(copies_of(1), descriptors_max, bytes_max)

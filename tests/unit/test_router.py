@@ -853,7 +853,7 @@ def test_a_planning_bug_ends_its_transfer_and_gives_every_block_back(
         raise ArithmeticError("boom")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvferry.engine.pipeline.cut", explode)
+        patch.setattr("kvferry.engine.pipeline.Cut", explode)
         pair.prefill.push(tx, [1, 2, 3, 4])
     pair.roundtrip()
     assert "boom" in str(tx.error)
