@@ -257,20 +257,3 @@ def test_odd_boxes_are_covered_once_or_refused(case: Case) -> None:
     else:
         with pytest.raises(Refused, match="no source rank holds layer"):
             case.assign()
-
-
-@given(instances(), st.data())
-def test_how_a_rank_cuts_its_tensors_does_not_matter(case: Case, data: st.DataObject) -> None:
-    """A side's one-layer tensors say the same as its boxes do."""
-    axis = data.draw(st.integers(0, len(AXES) - 1))
-
-    def finer(one: Layout) -> Layout:
-        pieces = []
-        for each in one.groups[0].tensors:
-            box = tuple(each.range(name) for name in AXES)
-            pieces += cut_apart(each.role, box, axis, optional=each.optional)
-        return layout(pieces)
-
-    plain = case.assign()
-    case.sources = {rank: finer(source) for rank, source in case.sources.items()}
-    assert case.assign() == plain
