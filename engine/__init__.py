@@ -1,9 +1,10 @@
 """The transfer engine: a pure core under a thin asyncio shell. Import its names from `kvferry`.
 
-The core decides: `spans`, `layout`, `boxes` and `plan` are its mathematics, `transitions` its
-state tables, `lease`, `session` and `transfer` its machines; `pipeline`, `scheduler` and `mover`
-move what `source` has paired with the offers that `target` makes, over the sessions that
-`source_sessions` and `target_links` keep; `router` is the whole of it. The shell acts: `driver`,
-`connections`, `control` and `tasks` carry decisions out, `service` and `handles` are the API.
-Transports, networks and hosts are known only by `ports`.
+The core decides. Its mathematics: `spans` and `trims` (which blocks), `tensors` and `layout` (where
+they lie), `topology` (who holds them), `boxes`, `template`, `align` and `plan` (from two sides to
+copies). Its states: `transitions` has the tables, `lease`, `session` and `transfer` the machines.
+`pipeline`, `scheduler` and `mover` move what `source` has paired with the offers that `target`
+makes, over the sessions that `source_sessions` and `target_links` keep; `router` is the whole of
+it. The shell acts: `driver`, `connections`, `control` and `tasks` carry decisions out, `service`
+and `handles` are the API. Transports, networks and hosts are known only by `ports`.
 """
