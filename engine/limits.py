@@ -14,7 +14,7 @@ REASON_CHARS_MAX: Final = 1000  # of a text that a peer is told
 
 # What callers ask for
 TOKENS_MAX: Final = 2**31 - 1  # ordinals travel as int32
-PRIORITY_MAX: Final = 2**31 - 1
+PRIORITY_MAX: Final = 3  # either way; each step doubles the share of the bytes
 
 # Control connection
 FRAME_BYTES_MAX: Final = 64 * 1024
@@ -53,7 +53,9 @@ TOMBSTONE_S: Final = 300.0
 
 # Planning and posting
 PLAN_STEP_DESCRIPTORS_MAX: Final = 16384  # planned at once: below 2 ms, and in the cache
-TRANSFERS_ADMITTED_MAX: Final = 256  # with planned writes in memory
+TRANSFERS_ADMITTED_MAX: Final = 256  # over all peers; each may hold one planned step, of 384 KiB
+PEER_ADMITTED_MIN: Final = 8  # that a peer gets even then: 3 MiB of planned steps
+TURN_WRITES_MAX: Final = 16  # at priority 0, before it is another transfer's turn
 PUMP_WRITES_MAX: Final = 16  # handed over before the loop may do something else
 PEER_POSTED_BYTES_MAX: Final = 32 * 1024 * 1024
 PEER_POSTED_WRITES_MAX: Final = 32

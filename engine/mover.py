@@ -85,7 +85,7 @@ class Mover:
         if transfer.ended or transfer.pipeline is None or transfer.target is None:
             return
         if transfer.pipeline.has_work:
-            self._scheduler.ready(transfer.number, transfer.target.peer)
+            self._scheduler.ready(transfer.number, transfer.target.peer, transfer.priority)
         elif transfer.complete:
             self._complete(transfer, transfer.target, now)
 
@@ -126,6 +126,8 @@ class Mover:
                 transfer.lease.handle(LeaseEvent.EXPOSE)
             if not pipeline.has_work:
                 self._scheduler.idle(transfer.number, target.peer)
+            elif pipeline.must_plan:
+                self._scheduler.give_way(transfer.number, target.peer)
             self._emit(Submit(target.agent, _post(write, target.peer, target.permit.posts_until)))
         return planning
 
@@ -308,6 +310,7 @@ class Mover:
         if target is not None and key is not None:
             if not transfer.drained_told and transfer.connection == target.connection:
                 self._sessions.tell(target, wire.Drained(key, transfer.clean), key)
+            self._scheduler.drop(transfer.number, target.peer)
             del target.transfers[key]
             target.idle_since = now
             self._sessions.forget(target)
@@ -324,6 +327,8 @@ class Mover:
         self._scheduler.check_integrity()
         opened = sum(transfer.writes_open for transfer in self._transfers.values())
         assert opened == len(self._writes), f"{opened} writes open, {len(self._writes)} in table"
+        known = len(self._scheduler)
+        assert known <= len(self._transfers), f"{known} scheduled, {len(self._transfers)} exist"
         for transfer in self._transfers.values():
             assert not transfer.lease.fenced, f"fenced and still in the table: {transfer.story}"
             assert not transfer.ended or transfer.writes_open, f"should be gone: {transfer.story}"

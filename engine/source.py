@@ -14,7 +14,7 @@ from . import wire
 from .errors import Busy, Cancelled, Failed, KvferryError, PeerLost, Refused, TimedOut, UsageError
 from .keys import Key
 from .lease import Evidence
-from .limits import AUX_BYTES_MAX, REASON_CHARS_MAX
+from .limits import AUX_BYTES_MAX, PRIORITY_MAX, REASON_CHARS_MAX
 from .mover import Mover
 from .offers import Tombstones, WaitingOffer, WaitingOffers, read_need
 from .pipeline import Pipeline
@@ -321,6 +321,7 @@ class SourceSide:
             lambda group: target.template(ours, group),
             self._context.bounds,
         )
+        transfer.priority = max(-PRIORITY_MAX, min(offer.priority, PRIORITY_MAX))
         stall_ns = max(1, offer.stall_ms) * 1_000_000
         free = transfer.start(offer.key, target, pipeline, tokens, stall_ns, now)
         self._context.remind(transfer.deadline())

@@ -187,6 +187,7 @@ class SourceTransfer(_Transfer):
         self.key: Key | None = None
         self.target: Target | None = None
         self.pipeline: Pipeline | None = None
+        self.priority = 0
         self.promised_tokens = 0
         self.connection: int | None = None  # the session that its answers belong to
         self.clean = True  # none of its posted writes ended by an error
