@@ -45,7 +45,7 @@ class Turns(Generic[_P]):
         self._cost_min = max(1, turn_bytes // TURN_WRITES_MAX)
         self._rounds: dict[int, OrderedDict[_P, None]] = {}
         self._order: list[int] = []  # the keys of _rounds, as a heap
-        self._served = 0
+        self._served = 1  # above every new account
         self._seated = 0
 
     def __len__(self) -> int:
@@ -53,10 +53,11 @@ class Turns(Generic[_P]):
         return self._seated
 
     def join(self, place: _P) -> None:
-        """Take part from the next round on, or from when the account is even. Idempotent."""
+        """Take part: from the next round on, or by an account that is not behind. Idempotent."""
         if not place.seated:
             place.seated = True
-            place.spent = max(place.spent, (self._served + 1) * self._turn)
+            if place.spent < self._served * self._turn:
+                place.spent = (self._served + 1) * self._turn
             self._seated += 1
             self._line_up(place)
 

@@ -315,6 +315,7 @@ class End:
         min_tokens: int | None = None,
         group: str = "full",
         deadlines_s: tuple[float | None, float | None, float | None] = (None, None, None),
+        priority: int = 0,
     ) -> Handle:
         need = {group: Span.from_slots(slots, first)}
         wanted = (first + len(slots)) * TOKENS_PER_BLOCK if tokens is None else tokens
@@ -325,7 +326,7 @@ class End:
             wanted,
             wanted if min_tokens is None else min_tokens,
             self.router.deadlines(*deadlines_s),
-            0,
+            priority,
             self.pair.now,
         )
         handle = Handle(transfer.number, {(group, slot) for slot in slots}, key=key)
