@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Protocol
 
 from .connections import Connections
 from .context import Context, nanoseconds
-from .effects import Dial, Ended, Fenced, HangUp, Release, Report, Submit, Transmit
+from .effects import (
+    Dial,
+    Ended,
+    Fenced,
+    HangUp,
+    Release,
+    Report,
+    Submit,
+    Transmit,
+    Unwatch,
+    Watch,
+)
 from .errors import Failed, KvferryError
 from .limits import AGENT_STOP_S, CLOCK_TICK_S
 from .ports import Close, Opened, Stopped
@@ -77,6 +88,7 @@ class Driver:
             host.network, self._tasks, self.do, self._internal_error, config.dial_s
         )
         self._handles: dict[int, Handle] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
         self._transport_started = False
         self._agents_open: dict[int, bytes] = {}
         self._agents_stopped: dict[int, str] = {}
@@ -328,6 +340,11 @@ class Driver:
                 self._connections.dial(effect)
             case HangUp():
                 self._connections.hang_up(effect.connection)
+            case Watch():
+                work, name = self._watch(effect), f"kvferry-watch-{effect.process.pid}"
+                self._watches[effect.incarnation] = self._tasks.spawn(work, name)
+            case Unwatch():
+                self._watches.pop(effect.incarnation).cancel()
             case Report():
                 logger.log(effect.level, "engine %s: %s", self._config.name, effect.text)
 
@@ -341,6 +358,19 @@ class Driver:
             # A caller's callback must not cost anybody else their transfer.
             self.callback_errors += 1
             logger.exception("engine %s: a callback of a transfer raised", self._config.name)
+
+    async def _watch(self, effect: Watch) -> None:
+        """Tell the router when a source's process has ended and left nothing on its way."""
+        watch = self._host.watch(effect.process)
+        if watch is None:
+            return
+        try:
+            await watch.ended()
+            await self._transport.emptied()
+        finally:
+            watch.close()
+        del self._watches[effect.incarnation]
+        self.do(lambda router, now: router.process_ended(effect.incarnation, now))
 
     def _arm(self) -> None:
         """Keep one timer at the router's next moment."""

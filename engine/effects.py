@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .errors import KvferryError
     from .keys import Key, Peer
     from .lease import Evidence, Slots
-    from .ports import Command
+    from .ports import Command, ProcessIdentity
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,21 @@ class Fenced:
 
 
 @dataclass(frozen=True, slots=True)
+class Watch:
+    """See to it that the end of a source's process is heard; answer with `Router.process_ended`."""
+
+    incarnation: str
+    process: ProcessIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class Unwatch:
+    """Nothing depends on the end of this incarnation's process any more."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Something an operator should read, once."""
 
@@ -107,4 +122,4 @@ class Report:
     text: str
 
 
-Effect = Transmit | Dial | HangUp | Submit | Ended | Release | Fenced | Report
+Effect = Transmit | Dial | HangUp | Submit | Ended | Release | Fenced | Watch | Unwatch | Report

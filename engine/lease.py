@@ -26,11 +26,14 @@ class Evidence(StrEnum):
     NEVER_EXPOSED (F0): the other side was never told of it, or it was never handed to a write.
     DRAINED (F1): the source's word that every write of the key has settled, and that each one that
         was posted was done: what ended by an error may leave bytes that are still to land.
+    ENDED (F2): the source's process ended on this host, and of what it had sent nothing is still
+        to be read out of the kernel here.
     SETTLED: the source's own writes that read from it have settled.
     """
 
     NEVER_EXPOSED = "never-exposed"
     DRAINED = "drained"
+    ENDED = "source-ended"
     SETTLED = "settled"
 
 

@@ -309,6 +309,13 @@ class Transport(Protocol):
         """
         ...
 
+    async def emptied(self) -> None:
+        """Return when nothing that an ended process of this host had sent can still land.
+
+        Called after its end. Never blocks the loop; may take as long as a peer's socket stays open.
+        """
+        ...
+
     def submit(self, agent: int, commands: Sequence[Command]) -> None:
         """Hand commands to one agent. Never blocks."""
         ...
@@ -368,12 +375,28 @@ class Network(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Which process this is, so that a peer on the same host can watch it end."""
+    """Which process this is, so that a peer on the same host can watch it end.
+
+    The namespaces must be equal too: of another one's processes and sockets nothing is known.
+    """
 
     boot_id: str
     pid_namespace: str
+    net_namespace: str
     pid: int
     start_time: int
+
+
+class ProcessWatch(Protocol):
+    """A process of this host that is watched. No other process is ever taken for it."""
+
+    async def ended(self) -> None:
+        """Return when all of its threads have ended."""
+        ...
+
+    def close(self) -> None:
+        """Watch no more."""
+        ...
 
 
 class Host(Protocol):
@@ -391,4 +414,8 @@ class Host(Protocol):
 
     def identity(self) -> ProcessIdentity:
         """This process."""
+        ...
+
+    def watch(self, process: ProcessIdentity) -> ProcessWatch | None:
+        """Watch a process that may have ended already; None when it can't be seen from here."""
         ...

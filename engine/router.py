@@ -84,6 +84,10 @@ class Router:
             )
             self.close(now, failure)
 
+    def process_ended(self, incarnation: str, now: int) -> None:
+        """A watched source's process has ended, and nothing of it can land any more."""
+        self.target.process_ended(incarnation, now)
+
     def tick(self, now: int) -> None:
         """Do what is due, and find out when something is due next."""
         self.target.tick(now)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from . import wire
 from .align import shared_tokens
-from .effects import Ended, Fenced, Received, Release, Report, Transmit
+from .effects import Ended, Fenced, Received, Release, Report, Transmit, Unwatch, Watch
 from .errors import Busy, Cancelled, Failed, KvferryError, PeerLost, Refused, TimedOut, UsageError
 from .lease import Evidence
 from .limits import REASON_CHARS_MAX, UNSETTLED_KEYS_MAX
@@ -45,6 +45,7 @@ class TargetSide:
         self._emit = context.emit
         self.links = TargetLinks(context, self._begin, self._lose)
         self._transfers: dict[int, tuple[Link, TargetTransfer]] = {}
+        self._watched: dict[str, Link] = {}  # incarnations whose process may hold our slots
         self.messages_ignored = 0
 
     # ------------------------------------------------------------ what callers ask for
@@ -116,6 +117,11 @@ class TargetSide:
     def _begin(self, link: Link, now: int) -> None:
         """A session has begun: ask for what a lost one left, then offer."""
         assert link.connection is not None
+        assert link.session is not None
+        assert link.session.peer_geometry is not None
+        if link.incarnation not in self._watched:
+            self._watched[link.incarnation] = link
+            self._emit(Watch(link.incarnation, link.session.peer_geometry.process))
         unsettled = [
             transfer.key
             for transfer in link.transfers.values()
@@ -150,6 +156,27 @@ class TargetSide:
                         f"{link.peer.name} is lost ({text}) and may still write to them",
                     )
                 )
+
+        for incarnation in [one for one, owner in self._watched.items() if owner is link]:
+            self._unwatch(link, incarnation)
+
+    def process_ended(self, incarnation: str, now: int) -> None:
+        """A source's process has ended, and nothing of it can land: evidence for what it had."""
+        link = self._watched.pop(incarnation, None)
+        if link is None:
+            return
+        if link.incarnation == incarnation and link.connection is not None:
+            self.links.end(link.connection, "session-lost", "its process ended", now)
+        for transfer in list(link.transfers.values()):
+            if transfer.lent and transfer.exposed_to == incarnation:
+                self._prove(link, transfer, Evidence.ENDED, now)
+
+    def _unwatch(self, link: Link, incarnation: str) -> None:
+        """Let a watch go when no session is with that process and it holds none of our slots."""
+        lent = (t.lent and t.exposed_to == incarnation for t in link.transfers.values())
+        if incarnation in self._watched and link.incarnation != incarnation and not any(lent):
+            del self._watched[incarnation]
+            self._emit(Unwatch(incarnation))
 
     # ------------------------------------------------------------ transfers
 
@@ -329,6 +356,7 @@ class TargetSide:
         del self._transfers[transfer.number]
         self._emit(Release(transfer.number, slots, evidence))
         self._emit(Fenced(transfer.number))
+        self._unwatch(link, transfer.exposed_to)
 
     # ------------------------------------------------------------ time
 

@@ -15,7 +15,7 @@ from .runner import ThreadRunner
 from .worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from ..engine.ports import Backend, Command, Event, Region, Runner, WriteBounds
 
@@ -42,6 +42,7 @@ class WorkerTransport:
         agents: int = 1,
         describe: Callable[[], str],
         runner_factory: RunnerFactory | None = None,
+        emptied: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         if agents < 1:
             raise UsageError(f"agents is {agents}, must be at least 1")
@@ -51,6 +52,7 @@ class WorkerTransport:
         self._make_backend = make_backend
         self._describe = describe
         self._runner_factory = runner_factory or _thread_runner
+        self._emptied = emptied
         self._workers: list[tuple[Worker, Runner]] = []
 
     def describe(self) -> str:
@@ -76,6 +78,11 @@ class WorkerTransport:
             runner = self._runner_factory(f"kvferry-{self.name}-{agent}")
             self._workers.append((worker, runner))
             runner.start(worker, partial(deliver, agent))
+
+    async def emptied(self) -> None:
+        """See the port. At once where bytes never wait in a kernel."""
+        if self._emptied is not None:
+            await self._emptied()
 
     def submit(self, agent: int, commands: Sequence[Command]) -> None:
         """Hand commands to one agent. Never blocks."""

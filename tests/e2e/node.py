@@ -7,6 +7,8 @@ here judges: that is the test's.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -69,6 +71,10 @@ class Node:
         stats = self._engine.stats()
         await self._engine.aclose()
         return stats
+
+    async def die(self) -> None:
+        """Be killed, with every thread and whatever it is doing."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
     async def drain(self) -> None:
         """Wait until every slot of every transfer is back."""

@@ -125,6 +125,24 @@ def test_a_cancelled_request_succeeds_at_the_next_attempt(pair: Pair) -> None:
     pair.moved((source, target))
 
 
+def test_what_was_lent_to_a_killed_source_comes_back(pair: Pair) -> None:
+    """It dies while its writes are on their way; nothing lands once its end is known."""
+    source, target = fragmented(1, 60), fragmented(2, 60)
+    pair.receive("r", target)
+    pair.send("r", source, push=False)
+    pair.prefill.when_moving("die")
+    pair.prefill.push("r", [(0, source)])
+    pair.prefill.process.wait(10)
+    pair.forget("prefill")
+    received = pair.decode.outcome("r")
+    assert (received["end"], received["by"], received["retry_safe"]) == ("PeerLost", "peer", True)
+    pair.slots_back("decode", "r", target, "source-ended")
+    landed = pair.decode.changed(POISON, target)
+    pair.decode.fill(POISON)
+    time.sleep(3 * SETTLE_S)
+    assert pair.decode.changed(POISON, list(range(SLOTS))) == 0, f"{landed} elements before"
+
+
 @pytest.mark.parametrize("first", ["receive", "send"])
 def test_too_few_blocks_are_named_on_both_sides(pair: Pair, first: str) -> None:
     target, source = fragmented(9, 6), fragmented(10, 6)

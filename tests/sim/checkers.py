@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .arena import Landing, Space
 
 SLACK_S = 1.0  # over a deadline: rounds of the sweep, a clock 1% off, a busy process
-EVIDENCE = frozenset({"never-exposed", "drained", "settled"})
+EVIDENCE = frozenset({"never-exposed", "drained", "source-ended", "settled"})
 
 
 class Violation(AssertionError):

@@ -63,6 +63,7 @@ class SimCourier:
         self._writes: dict[int, PostedWrite] = {}  # by id of a piece's own array
         self._pieces: dict[int, int] = {}  # by id of a write: pieces still to land
         self._leftovers: dict[int, list[Piece]] = {}  # of failing writes, by id of the write
+        self._moving: dict[str, set[int]] = {}  # by the source's life: writes that may still move
         self.healed = False
         self.fabric: Fabric | None = None
 
@@ -79,6 +80,7 @@ class SimCourier:
         for piece in fate.pieces:
             self._writes[id(piece.source)] = write
         self._pieces[id(write)] = len(fate.pieces)
+        self._moving.setdefault(write.source.owner, set()).add(id(write))
         self._settle_if_over(write)
         for piece in fate.pieces:
             self._internet.later(max(piece.at - now, 0) / 1e9, self._advance)
@@ -91,6 +93,10 @@ class SimCourier:
         self._arena.copy(source, target, lengths)
         self._pieces[id(write)] -= 1
         self._settle_if_over(write)
+
+    def moves_of(self, owner: str) -> bool:
+        """Whether anything that this life of a process posted may still land."""
+        return bool(self._moving.get(owner))
 
     def _advance(self) -> None:
         assert self.fabric is not None
@@ -162,6 +168,7 @@ class SimCourier:
         """Tell the checkers once nothing of a write can move any more."""
         if not self._pieces.get(id(write)) and id(write) not in self._leftovers:
             self._pieces.pop(id(write), None)
+            self._moving.get(write.source.owner, set()).discard(id(write))
             self._checkers.settles(write)
 
     def _doubt(self, post: Post, now: int, start: int, write: PostedWrite) -> Fate:

@@ -6,6 +6,7 @@ dead process runs nothing, not even the callback that is due.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -16,8 +17,6 @@ from .loop import Gate
 from .network import SimNetwork
 
 if TYPE_CHECKING:
-    import asyncio
-
     from .loop import SimLoop
     from .network import Internet
 
@@ -34,17 +33,31 @@ class SimHost:
     """
 
     def __init__(
-        self, loop: SimLoop, prng: random.Random, internet: Internet, name: str, rate: float
+        self,
+        loop: SimLoop,
+        prng: random.Random,
+        internet: Internet,
+        name: str,
+        rate: float,
+        machine: str,
+        number: int,
+        ended: Callable[[ProcessIdentity], Callable[[], bool]],
     ) -> None:
+        """`machine`: processes of one see each other's end; `ended` makes the test for that.
+
+        number: of this life; no two are alike.
+        """
         self.network = SimNetwork(internet, name)
         self._loop = loop
         self._prng = prng
         self._rate = rate
+        self._ended = ended
         self._identity = ProcessIdentity(
-            boot_id=f"boot-{name}",
-            pid_namespace=f"namespace-{name}",
+            boot_id=f"boot of {machine}",
+            pid_namespace=f"pids of {machine}",
+            net_namespace=f"net of {machine}",
             pid=PID_BASE + prng.randrange(10_000),
-            start_time=loop.now(),
+            start_time=number,
         )
 
     def now(self) -> int:
@@ -55,6 +68,25 @@ class SimHost:
 
     def identity(self) -> ProcessIdentity:
         return self._identity
+
+    def watch(self, process: ProcessIdentity) -> SimWatch | None:
+        if process.boot_id != self._identity.boot_id:
+            return None
+        return SimWatch(self._ended(process))
+
+
+class SimWatch:
+    """Looks now and then whether a process has ended and all that it had sent has landed."""
+
+    def __init__(self, ended: Callable[[], bool]) -> None:
+        self._ended = ended
+
+    async def ended(self) -> None:
+        while not self._ended():  # noqa: ASYNC110 - virtual time costs nothing
+            await asyncio.sleep(0.05)
+
+    def close(self) -> None:
+        pass
 
 
 class SimRunner:

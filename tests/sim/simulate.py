@@ -177,7 +177,9 @@ async def _play(world: World, options: Options) -> None:
     callers = asyncio.gather(
         *(
             _call(world, at_s, name, runner, request)
-            for request in draw_requests(world.child("workload"), options, names)
+            for request in draw_requests(
+                world.child("workload"), world.child("priorities"), options, names
+            )
             for at_s, name, runner in (
                 (request.target_at_s, request.target, run_target),
                 (request.source_at_s, request.source, run_source),
@@ -233,6 +235,7 @@ async def _serve(life: Life) -> None:
         dial_s=3.0,
         close_s=CLOSE_S,
         peer_posted_writes_max=options.window,
+        peer_posted_bytes_max=options.window_bytes,
         offers_waiting_max=options.offers_max,
         sends_max=options.transfers_max,
         receives_max=options.transfers_max,
@@ -284,8 +287,14 @@ def _titles(sides: list[Side]) -> str:
 
 
 def _excused(world: World, side: Side) -> bool:
-    """Whether evidence can't be had: the source ended, or a completion is lost for good."""
+    """Whether evidence can't be had: the source ended, or a completion is lost for good.
+
+    Of a source that was killed on this machine, its end is evidence for all that it ever had.
+    """
     checkers = world.checkers
+    sources = [life for life in world.lives if life.name == side.peer and _may_have(life, side)]
+    if world.one_machine and sources and all(life.dead for life in sources):
+        return False
     if any(write.touches(side) for write in checkers.lost):
         return True
     return bool(side.peer) and (_source_is_over(world, side) or _is_unclean(world, side))
@@ -301,10 +310,13 @@ def _is_unclean(world: World, side: Side) -> bool:
 def _source_is_over(world: World, side: Side) -> bool:
     """Whether its slots may have been offered to a source that ended, before that was noticed."""
     return any(
-        life.over and (life.ended_s is None or life.ended_s >= side.started_s - NOTICED_S)
-        for life in world.lives
-        if life.name == side.peer
+        life.over and _may_have(life, side) for life in world.lives if life.name == side.peer
     )
+
+
+def _may_have(life: Life, side: Side) -> bool:
+    """Whether this life of a source had not ended, or not noticeably, when `side` began."""
+    return life.ended_s is None or life.ended_s >= side.started_s - NOTICED_S
 
 
 async def _all_returned(world: World) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from .options import Fault, Options
 from .wiretap import Message, Wiretap, key_of, parts_of
 
 if TYPE_CHECKING:
+    from kvferry.engine.ports import ProcessIdentity
     from kvferry.engine.service import Engine
 
     from .arena import Space
@@ -43,6 +44,7 @@ GROUPS = (
 # Worlds where sides have unequal block sizes. Token-major, so that what two blocks share is in
 # rows of 512 bytes or more.
 UNEQUAL = 0.4
+ONE_MACHINE = 0.5  # worlds where all processes are on one, and see each other's end
 TOKEN_MAJOR = ("token", "layer", "kind", "head", "dim")
 SCALES = (1, 2, 3)
 
@@ -63,7 +65,17 @@ class Life:
         self.context = self.gate.context()
         self.prng = world.child(f"life/{name}/{number}")
         self.rate = 1.0 + world.options.drift * self.prng.uniform(-1.0, 1.0)
-        self.host = SimHost(world.loop, self.prng, world.internet, name, self.rate)
+        machine = "one" if world.one_machine else name
+        self.host = SimHost(
+            world.loop,
+            self.prng,
+            world.internet,
+            name,
+            self.rate,
+            machine,
+            number + 1,
+            world.watch,
+        )
         self.owner = f"{name}/{number}"
         groups = tuple(replace(g, padding=self.prng.choice((0, 16, 64))) for g in GROUPS)
         if world.unequal:
@@ -216,6 +228,7 @@ class World:
         self.lives: list[Life] = []
         self.latest: dict[str, Life] = {}
         self.addresses: dict[str, str] = {}
+        self.one_machine = self.child("machines").random() < ONE_MACHINE
         self.unequal = self.child("blocks").random() < UNEQUAL
         self.sides = 0
         self.healed = False
@@ -250,6 +263,15 @@ class World:
         self.addresses[name] = address
         self.latest[name] = life
         return life
+
+    def watch(self, process: ProcessIdentity) -> Callable[[], bool]:
+        """How to see that a process has ended and nothing that it posted still moves."""
+        life = next(one for one in self.lives if one.host.identity() == process)
+
+        def ended() -> bool:
+            return life.dead and not self.courier.moves_of(life.owner)
+
+        return ended
 
     def crash(self, life: Life) -> None:
         """Everything of this process ends at once; what it posted still lands."""

@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING
 from kvferry.engine import wire
 from kvferry.engine.config import Config
 from kvferry.engine.context import Context
-from kvferry.engine.effects import Dial, Ended, Fenced, HangUp, Release, Report, Submit, Transmit
+from kvferry.engine.effects import (
+    Dial,
+    Ended,
+    Fenced,
+    HangUp,
+    Release,
+    Report,
+    Submit,
+    Transmit,
+    Unwatch,
+    Watch,
+)
 from kvferry.engine.frames import Inbox, Outbox
 from kvferry.engine.keys import Key, Peer
 from kvferry.engine.layout import Group, Layout, Pool
@@ -230,6 +241,7 @@ class End:
     def start(self) -> None:
         """A new incarnation, with a fresh router."""
         self.lives += 1
+        self.watched: dict[str, ProcessIdentity] = {}
         seed = random.Random(f"{self.name}/{self.lives}")
         self.context = Context(
             self.config,
@@ -238,7 +250,7 @@ class End:
             "memory",
             WriteBounds(descriptors_max=4, bytes_max=2 * BLOCK_BYTES),
             [f"metadata of {self.name}".encode()],
-            ProcessIdentity("boot", "ns", 1, self.lives),
+            ProcessIdentity("boot", "pids", "net", 1, self.lives),
             seed.randbytes,
         )
         self.router = Router(self.context)
@@ -278,8 +290,18 @@ class End:
                 self.pair.judge_release(self, effect)
             case Fenced():
                 self.pair.judge_fence(self, self.handles[effect.transfer])
+            case Watch():
+                assert effect.incarnation not in self.watched, "watched twice"
+                self.watched[effect.incarnation] = effect.process
+            case Unwatch():
+                del self.watched[effect.incarnation]
             case Report():
                 self.reports.append(effect)
+
+    def process_ended(self, incarnation: str) -> None:
+        """A watched process has ended, and left nothing on its way."""
+        del self.watched[incarnation]
+        self.do(lambda router, now: router.process_ended(incarnation, now))
 
     def work(self) -> None:
         """Let the worker step and hand its events over."""

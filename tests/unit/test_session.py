@@ -22,7 +22,7 @@ from tests.unit.pair import make_layout
 
 S = 1_000_000_000
 TTL = 10 * S
-PROCESS = ProcessIdentity("boot", "ns", 1, 2)
+PROCESS = ProcessIdentity("boot", "pids", "net", 1, 2)
 
 
 def machine(role: Role, expected: str | None = None, *, model: str = "m") -> SessionMachine:

@@ -20,7 +20,7 @@ binary = st.binary(max_size=40)
 integers = st.integers(-(2**63), 2**64 - 1)
 keys = st.builds(Key, text, integers, integers)
 needs = st.lists(st.builds(wire.Need, text, binary, binary, binary), max_size=3)
-identities = st.builds(ProcessIdentity, text, text, integers, integers)
+identities = st.builds(ProcessIdentity, text, text, text, integers, integers)
 
 MESSAGES = st.one_of(
     st.builds(wire.Hello, text, text, integers, integers, binary, text),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ...engine.errors import UsageError
 from ...engine.ports import WriteBounds
 from ..transport import WorkerTransport
-from . import agent
+from . import agent, sockets
 from .backend import NixlBackend
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def nixl(
         agents=agents,
         describe=_describe,
         runner_factory=runner_factory,
+        emptied=sockets.emptied,
     )
 
 
