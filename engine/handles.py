@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .driver import Driver
     from .effects import Received, Sent
     from .keys import Key, Peer
-    from .layout import Layout
+    from .layout import Group, Layout
     from .lease import Slots
     from .ports import CacheFacts
     from .router import Router
@@ -300,17 +300,20 @@ class Send(_Transfer):
             )
         chunk: dict[str, Span] = {}
         for group in self._access.layout.groups:
-            first = self._blocks_ready(self._tokens_ready, group.tokens_per_block)
-            stop = self._blocks_ready(tokens, group.tokens_per_block)
+            first = self._blocks_ready(self._tokens_ready, group)
+            stop = self._blocks_ready(tokens, group)
             if stop > first:
                 chunk[group.name] = self._facts.extract(group.name, first, stop)
         self.push(chunk)
         self._tokens_ready = tokens
 
-    def _blocks_ready(self, tokens: int, tokens_per_block: int) -> int:
+    def _blocks_ready(self, tokens: int, group: Group) -> int:
+        """How many blocks of a group are complete with so many tokens; a state is at the end."""
+        if group.kind == "state":
+            return int(tokens == self._tokens)
         if tokens == self._tokens:
-            return blocks_for(tokens, tokens_per_block)
-        return tokens // tokens_per_block
+            return blocks_for(tokens, group.tokens_per_block)
+        return tokens // group.tokens_per_block
 
     def finish(self, aux: bytes = b"") -> None:
         """Everything was pushed: seal. `aux` (at most 64 KiB) travels to the target with done.

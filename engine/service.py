@@ -283,12 +283,14 @@ class Engine:
             raise UsageError(f"engine {name} belongs to the thread of its event loop")
 
     def _check_need(self, group: str, span: Span, tokens: int) -> None:
-        blocks = blocks_for(tokens, self._layout.group(group).tokens_per_block)
+        held = self._layout.group(group)
+        blocks = 1 if held.kind == "state" else blocks_for(tokens, held.tokens_per_block)
         beyond = span.restrict(blocks, max(blocks, 2**31 - 1))
         if len(beyond):
+            end = "a state is" if held.kind == "state" else f"{tokens} tokens end at"
             raise UsageError(
-                f"group {group!r}: ordinal {int(beyond.ordinals()[0])} is needed, but {tokens} "
-                f"tokens end at ordinal {blocks - 1}"
+                f"group {group!r}: ordinal {int(beyond.ordinals()[0])} is needed, but {end} "
+                f"ordinal {blocks - 1}"
             )
 
 

@@ -329,6 +329,19 @@ class SourceSide:
         self.mover.release(transfer, free, Evidence.NEVER_EXPOSED)
         self.mover.advance(transfer, now)
 
+    def _misplaced_state(
+        self, transfer: SourceTransfer, need: dict[str, Span], tokens: int, target: Target
+    ) -> str:
+        """Why a state can't be taken: it is that of all tokens sent, and of no fewer."""
+        for group, span in need.items():
+            is_state = target.layout.group(group).kind == "state"
+            if is_state and not span.is_empty and tokens != transfer.tokens:
+                return (
+                    f"group {group!r} is the state after {transfer.tokens} tokens, "
+                    f"it is needed after {tokens}"
+                )
+        return ""
+
     def _uncovered(
         self,
         transfer: SourceTransfer,
@@ -341,6 +354,8 @@ class SourceSide:
         text = ""
         if tokens < offer.min_tokens:
             text = f"{transfer.tokens} tokens are sent, at least {offer.min_tokens} are needed"
+        elif point := self._misplaced_state(transfer, need, tokens, target):
+            text = point
         elif transfer.sealed:
             for group, span in need.items():
                 template = target.template(self._context.layout, group)
