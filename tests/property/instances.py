@@ -109,13 +109,16 @@ def instances(
 ) -> Instance:
     """Every rank of an instance stores alike, as real ones do; pools and slots are its own.
 
-    is_source: it may lack optional tensors, and deal out its blocks over ranks (context
-    parallelism) where `block` is given. block: tokens per block, 0 to draw it.
+    is_source: it may lack optional tensors, have a layer more than the target wants, and deal out
+    its blocks over ranks (context parallelism) where `block` is given. block: tokens per block, 0
+    to draw it.
     """
     tp = draw(st.sampled_from([size for size in TP_SIZES if size <= tp_max]))
     pp = draw(st.integers(1, min(2, model.layers)))
     first = draw(st.integers(1, model.layers - pp + 1))
     counts = [first, model.layers - first] if pp == 2 else [model.layers]
+    if is_source:
+        counts[-1] += draw(st.integers(0, 1))
     size = block or (1 if model.state else draw(st.sampled_from(BLOCK_SIZES)))
     cp = draw(st.sampled_from((1, 2))) if is_source and block else 1
     roster = Roster(tp=tp, pp=pp, cp=cp)
