@@ -98,6 +98,7 @@ async def _receive(world: World, life: Life, request: Request, attempt: int) -> 
         tokens=request.target_tokens,
         min_tokens=request.min_tokens,
         on_released=slots.on_released,
+        priority=request.priority,
     )
 
     ends: list[asyncio.Task[str]] = []

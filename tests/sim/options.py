@@ -67,6 +67,7 @@ class Options:
     spread_s: float
     slots: int
     window: int
+    window_bytes: int
     offers_max: int
     transfers_max: int
     cancel: float
@@ -111,4 +112,5 @@ def draw(prng: random.Random) -> Options:
         offers_max=prng.choice((2, 4096, 4096)),
         transfers_max=prng.choice((3, 1000, 1000)),
         cancel=prng.choice((0.0, 0.2, 0.5)),
+        window_bytes=prng.choice((1500, 6000, 2**25)),  # a write has 1300 at most
     )

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from kvferry.engine.limits import PRIORITY_MAX
+
 if TYPE_CHECKING:
     from .options import Options
 
@@ -59,18 +61,26 @@ class Request:
     advances: bool
     aux_bytes: int
     nested: bool
+    priority: int
 
     @property
     def name(self) -> str:
         return f"r{self.number}"
 
 
-def draw_requests(prng: random.Random, options: Options, names: list[str]) -> list[Request]:
+def draw_requests(
+    prng: random.Random, priorities: random.Random, options: Options, names: list[str]
+) -> list[Request]:
     """The requests of a seed."""
-    return [_draw_request(prng, options, names, number) for number in range(options.transfers)]
+    return [
+        _draw_request(prng, priorities.randint(-PRIORITY_MAX, PRIORITY_MAX), options, names, number)
+        for number in range(options.transfers)
+    ]
 
 
-def _draw_request(prng: random.Random, options: Options, names: list[str], number: int) -> Request:
+def _draw_request(
+    prng: random.Random, priority: int, options: Options, names: list[str], number: int
+) -> Request:
     source, target = prng.sample(names, 2)
     tokens = prng.randint(1, TOKENS_MAX)
     start = prng.uniform(0.0, options.spread_s)
@@ -105,4 +115,5 @@ def _draw_request(prng: random.Random, options: Options, names: list[str], numbe
         advances=prng.random() < 0.4,
         aux_bytes=prng.choice((0, 20, 20, 60_000)),
         nested=prng.random() < 0.2,
+        priority=priority,
     )
