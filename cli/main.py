@@ -116,6 +116,38 @@ def demo(
         raise typer.Exit(EXIT_UNVERIFIED)
 
 
+@app.command()
+def doctor(
+    self_test: Annotated[
+        bool, typer.Option("--self-test/--no-self-test", help="Move bytes between two processes.")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; the answer is `works`.")
+    ] = False,
+) -> None:
+    """Look for what keeps transfers from working on this machine, and say what to do about it.
+
+    Run it as the user, in the container and with the UCX variables of your engine. The exit code
+    is 1 if no transfer can work; warnings are limits that you may live with.
+    """
+    from . import doctor as doctor_
+
+    console, progress = Console(highlight=False), Console(stderr=True)
+    try:
+        with progress.status("looking at this host") as status:
+            lines = doctor_.examine(self_test, status.update)
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    if as_json:
+        print(doctor_.as_json(lines))
+    else:
+        for part in doctor_.as_text(lines, console):
+            console.print(part)
+    if not doctor_.works(lines):
+        raise typer.Exit(EXIT_UNVERIFIED)
+
+
 def _complain(text: str) -> None:
     Console(stderr=True, highlight=False).print(f"kvferry: {text}", markup=False, soft_wrap=True)
 
