@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from .errors import Failed, KvferryError, UsageError
 from .lease import Evidence
+from .limits import AUX_BYTES_MAX
 from .spans import Span, blocks_for
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-    from .driver import Driver
+    from .driver import Driver, Handle
     from .effects import Received, Sent
     from .keys import Key, Peer
     from .layout import Group, Layout
@@ -55,11 +56,20 @@ def check_spans(layout: Layout, spans: Mapping[str, Span]) -> dict[str, Span]:
     return dict(spans)
 
 
-def _check_reason(reason: str) -> str:
+def check_reason(reason: str) -> str:
     """A text that can travel. Raises UsageError."""
     if not isinstance(reason, str):
         raise UsageError(f"reason is {reason!r}, must be a str")
     return reason.encode(errors="replace").decode()
+
+
+def check_aux(aux: bytes) -> bytes:
+    """Return `aux`. Raises UsageError unless it is bytes, and not too many."""
+    if not isinstance(aux, bytes):
+        raise UsageError(f"aux is {type(aux).__name__}, must be bytes")
+    if len(aux) > AUX_BYTES_MAX:
+        raise UsageError(f"aux has {len(aux)} bytes, the bound is {AUX_BYTES_MAX}")
+    return aux
 
 
 class _Transfer:
@@ -137,17 +147,21 @@ class _Transfer:
             raise UsageError("enter the transfer first: `async with ... as transfer:`")
         return self._transfer
 
-    def _enter(self, start: Callable[[Router, int], TargetTransfer | SourceTransfer]) -> None:
+    def enter(self, handle: Handle) -> None:
+        """What `async with` does, telling `handle` in this transfer's place. For `EngineThread`."""
         if self._transfer is not None:
             raise UsageError("a transfer can be entered once")
         self._access.check()
         # `begin` may call back before it returns: the transfer is known from inside `start`.
 
-        def remember(router: Router, now: int) -> TargetTransfer | SourceTransfer:
-            self._transfer = start(router, now)
+        def start(router: Router, now: int) -> TargetTransfer | SourceTransfer:
+            self._transfer = self._start(router, now)
             return self._transfer
 
-        self._access.driver.begin(remember, self)
+        self._access.driver.begin(start, handle)
+
+    def _start(self, router: Router, now: int) -> TargetTransfer | SourceTransfer:
+        raise NotImplementedError
 
 
 class Receive(_Transfer):
@@ -181,21 +195,20 @@ class Receive(_Transfer):
 
     async def __aenter__(self) -> Self:
         """Offer. Raises Busy, UsageError; nothing was started and no slot is lent then."""
-
-        def start(router: Router, now: int) -> TargetTransfer:
-            return router.target.receive(
-                self.key,
-                self._source,
-                self._need,
-                self._tokens,
-                self._min_tokens,
-                router.deadlines(*self._deadlines_s),
-                self._priority,
-                now,
-            )
-
-        self._enter(start)
+        self.enter(self)
         return self
+
+    def _start(self, router: Router, now: int) -> TargetTransfer:
+        return router.target.receive(
+            self.key,
+            self._source,
+            self._need,
+            self._tokens,
+            self._min_tokens,
+            router.deadlines(*self._deadlines_s),
+            self._priority,
+            now,
+        )
 
     async def __aexit__(
         self,
@@ -211,7 +224,7 @@ class Receive(_Transfer):
 
     def cancel(self, reason: str) -> None:
         """End it, in any state; never waits. Idempotent. The slots follow with evidence."""
-        number, text = self._entered().number, _check_reason(reason)
+        number, text = self._entered().number, check_reason(reason)
         self._access.driver.do(lambda router, now: router.target.cancel(number, text, now))
 
 
@@ -242,14 +255,12 @@ class Send(_Transfer):
 
     async def __aenter__(self) -> Self:
         """Register. Raises Busy, UsageError; nothing was started then."""
-
-        def start(router: Router, now: int) -> SourceTransfer:
-            return router.source.send(
-                self.request, self._tokens, router.deadlines(*self._deadlines_s), now
-            )
-
-        self._enter(start)
+        self.enter(self)
         return self
+
+    def _start(self, router: Router, now: int) -> SourceTransfer:
+        deadlines = router.deadlines(*self._deadlines_s)
+        return router.source.send(self.request, self._tokens, deadlines, now)
 
     async def __aexit__(
         self,
@@ -291,21 +302,26 @@ class Send(_Transfer):
         tokens. Raises UsageError without facts, backwards, beyond the promise.
         """
         self._entered()
+        self.push(self.read(self._tokens_ready, tokens))
+        self._tokens_ready = tokens
+
+    def read(self, ready: int, tokens: int) -> dict[str, Span]:
+        """The blocks that `tokens` tokens complete and `ready` did not, as the facts give them.
+
+        Changes nothing. Raises UsageError without facts, backwards, beyond the promise.
+        """
         if self._facts is None:
             raise UsageError("advance needs facts: engine.send(request, facts)")
-        if not self._tokens_ready <= tokens <= self._tokens:
+        if not ready <= tokens <= self._tokens:
             raise UsageError(
-                f"send {self.request}: advance to {tokens}, was at {self._tokens_ready} of "
-                f"{self._tokens}"
+                f"send {self.request}: advance to {tokens}, was at {ready} of {self._tokens}"
             )
         chunk: dict[str, Span] = {}
         for group in self._access.layout.groups:
-            first = self._blocks_ready(self._tokens_ready, group)
-            stop = self._blocks_ready(tokens, group)
+            first, stop = self._blocks_ready(ready, group), self._blocks_ready(tokens, group)
             if stop > first:
                 chunk[group.name] = self._facts.extract(group.name, first, stop)
-        self.push(chunk)
-        self._tokens_ready = tokens
+        return chunk
 
     def _blocks_ready(self, tokens: int, group: Group) -> int:
         """How many blocks of a group are complete with so many tokens; a state is at the end."""
@@ -321,12 +337,11 @@ class Send(_Transfer):
         Never waits. Raises UsageError for a second finish or too much aux.
         """
         number = self._entered().number
-        if not isinstance(aux, bytes):
-            raise UsageError(f"aux is {type(aux).__name__}, must be bytes")
+        check_aux(aux)
         self._access.driver.do(lambda router, now: router.source.finish(number, aux, now))
         self._sealed = True
 
     def cancel(self, reason: str) -> None:
         """End it, in any state; never waits. Idempotent. The blocks follow with evidence."""
-        number, text = self._entered().number, _check_reason(reason)
+        number, text = self._entered().number, check_reason(reason)
         self._access.driver.do(lambda router, now: router.source.cancel(number, text, now))

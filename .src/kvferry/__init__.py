@@ -22,11 +22,13 @@ from .engine.errors import (
     UsageError,
 )
 from .engine.handles import Receive, Send
+from .engine.hosted import Ended, Quarantined, Released
 from .engine.keys import Key, Peer
 from .engine.layout import Group, Layout, Pool
 from .engine.service import Engine, Stats
 from .engine.spans import Run, Span
 from .engine.tensors import Axis, Tensor, dense_tensor
+from .engine.thread import EngineThread
 from .engine.topology import shard_heads, shard_layers
 
 if TYPE_CHECKING:
@@ -38,7 +40,9 @@ __all__ = [
     "Busy",
     "Cancelled",
     "Config",
+    "Ended",
     "Engine",
+    "EngineThread",
     "Failed",
     "Group",
     "Key",
@@ -47,9 +51,11 @@ __all__ = [
     "Peer",
     "PeerLost",
     "Pool",
+    "Quarantined",
     "Receive",
     "Received",
     "Refused",
+    "Released",
     "Run",
     "Send",
     "Sent",

@@ -15,7 +15,17 @@ from .modules import ROOT, Module, module, modules
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_SHELL: Final = ("connections", "control", "driver", "handles", "host", "service", "tasks")
+_SHELL: Final = (
+    "connections",
+    "control",
+    "driver",
+    "handles",
+    "host",
+    "service",
+    "tasks",
+    "thread",
+    "thread_loop",
+)
 SHELL: Final = {f"engine/{name}.py" for name in _SHELL}
 CLOCKED: Final = {"engine/host.py"}  # the only one that knows the time, and chance
 CONTRACT: Final = {"engine/ports.py"}  # declares what shells await, awaits nothing itself
