@@ -76,6 +76,7 @@ class Mover:
     def release(self, transfer: SourceTransfer, slots: Slots, evidence: Evidence) -> None:
         """Give source blocks back, if there are any."""
         if slots:
+            transfer.returned(slots)
             self._emit(Release(transfer.number, slots, evidence))
 
     # ------------------------------------------------------------ handing over

@@ -300,6 +300,10 @@ class Span:
         held, where = self._find(np.asarray(ordinals, dtype=np.int64))
         return held, self._slots[where[held]]
 
+    def numbered(self) -> Span:
+        """The same ordinals, each in the slot of its own number: for sets without slots."""
+        return Span._of(self.ordinals(), self.ordinals())
+
     def where(self, kept: BoolArray) -> Span:
         """The blocks for which `kept` (bool[n], in ordinal order) is true."""
         return Span._of(self.ordinals()[kept], self._slots[kept])

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .errors import UsageError
 from .lease import LeaseMachine
+from .spans import Span
 from .story import Story
 from .transitions import OUTCOME, OUTCOMES_ENDED, Lease, LeaseEvent, Outcome, OutcomeEvent, follow
 
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from .lease import Slots
     from .pipeline import Pipeline
     from .source_sessions import Target
-    from .spans import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,8 @@ class SourceTransfer(_Transfer):
         super().__init__(number, f"send {request}", deadlines, now)
         self.request = request
         self.tokens = tokens
-        self.pushed: dict[str, Span] = {}
+        self.pushed: dict[str, Span] = {}  # which ordinals; slots are their numbers
+        self._out: Slots = {}  # pushed and not returned
         self.waiting_chunks: list[Mapping[str, Span]] = []
         self.sealed = False
         self.aux = b""
@@ -202,18 +204,33 @@ class SourceTransfer(_Transfer):
     def push(self, chunk: Mapping[str, Span], now: int) -> Slots:
         """Take a chunk of ready blocks; return those that are free at once.
 
-        Raises UsageError for ordinals or slots that were pushed before; nothing was taken then.
+        Raises UsageError for ordinals that were pushed before and for slots that are not back yet:
+        a cache whose window passes on uses a slot again. Nothing was taken then.
         """
-        pushed = {
-            group: span if group not in self.pushed else self.pushed[group].union(span)
-            for group, span in chunk.items()
-        }
+        pushed, out = {}, {}
+        for group, span in chunk.items():
+            held = self._out.get(group, _NONE)
+            again = np.intersect1d(span.slots(), held)
+            if again.size:
+                raise UsageError(
+                    f"send {self.request}: group {group!r}: slot {int(again[0])} was pushed "
+                    "before, and is not released yet",
+                    key=self.key,
+                )
+            out[group] = np.concatenate((held, span.slots()))
+            pushed[group] = self.pushed.get(group, Span()).union(span.numbered())
         self.pushed.update(pushed)
+        self._out.update(out)
         self.progress_at = now
         if self.pipeline is not None:
             return self.pipeline.add(chunk)
         self.waiting_chunks.append(chunk)
         return {}
+
+    def returned(self, slots: Slots) -> None:
+        """These blocks are the caller's again."""
+        for group, back in slots.items():
+            self._out[group] = np.setdiff1d(self._out[group], back)
 
     def start(
         self,
@@ -271,3 +288,6 @@ def merged(first: Slots, second: Slots) -> Slots:
     for group, slots in second.items():
         out[group] = np.concatenate([out[group], slots]) if group in out else slots
     return out
+
+
+_NONE = np.zeros(0, dtype=np.int64)

@@ -181,6 +181,19 @@ def test_a_push_that_raises_takes_nothing(groups: tuple[str, str]) -> None:
     transfer.push({"side": bad["side"]}, 13)
 
 
+def test_a_slot_is_pushed_again_once_it_is_back() -> None:
+    """As where a window passes on while its request is sent."""
+    transfer = matched()
+    transfer.push({"full": Span.from_slots([1, 2])}, 11)
+    again = {"full": Span.from_slots([2], first=2)}
+    with pytest.raises(UsageError, match="'full': slot 2 was pushed before, and is not released"):
+        transfer.push(again, 12)
+    transfer.returned({"full": np.array([2])})
+    transfer.push(again, 13)
+    with pytest.raises(UsageError, match="share ordinals 2"):
+        transfer.push({"full": Span.from_slots([5], first=2)}, 14)
+
+
 def test_complete_means_sealed_and_nothing_left() -> None:
     transfer = matched()
     assert not transfer.complete
