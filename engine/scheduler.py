@@ -106,13 +106,13 @@ class Scheduler:
             self._update(queue)
 
     def give_way(self, transfer: int, peer: str) -> None:
-        """`transfer` is ready, but holds no planned writes now: who waits may be admitted for it.
+        """`transfer` is ready, but holds no planned writes now: it waits like a newcomer.
 
-        Not for a lower priority. Among equals, admission so goes round by planning steps.
+        So that admission goes round, by planning steps, among equals.
         """
         queue = self._peers[peer]
         known = queue.transfers[transfer]
-        if known.seated and queue.waiting and max(queue.waiting) >= known.priority:
+        if known.seated and queue.waiting:
             self._withdraw(queue, known)
             self._wait(queue, known)
             self._update(queue)
@@ -142,7 +142,6 @@ class Scheduler:
         queue = self._turns.head()
         if queue is None:
             return None
-        self._admit(queue)  # another peer may have given room
         head = queue.turns.head()
         assert head is not None
         return head.number, queue.name

@@ -137,8 +137,7 @@ class Model:
     def give_way(self, transfer: int, name: str) -> None:
         peer = self.peers[name]
         account = peer.known[transfer]
-        rivals = [a.priority for a in peer.waiting]
-        if account in peer.line.members and max(rivals, default=-99) >= account.priority:
+        if account in peer.line.members and peer.waiting:
             self.out(peer, account)
             peer.waiting.append(account)
             self.update(peer)
@@ -147,9 +146,7 @@ class Model:
         chosen = self.line.head()
         if chosen is None:
             return None
-        peer = self.peers[chosen.name]
-        self.admit(peer)
-        head = peer.line.head()
+        head = self.peers[chosen.name].line.head()
         assert head is not None
         return head.name, chosen.name
 

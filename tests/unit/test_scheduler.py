@@ -244,10 +244,10 @@ def test_admission_is_by_priority_then_arrival(one_at_a_time: Scheduler) -> None
 
 def test_admission_is_bounded_over_all_peers_and_each_gets_its_minimum() -> None:
     made = scheduler("a", "b", **WIDE, admitted_max=4, peer_admitted_min=2)
-    for transfer in range(9):
-        made.ready(transfer, "a")
-        made.ready(10 + transfer, "b")
-    assert set(turns(made, 99)) == {0, 1, 10, 11}
+    for peer, first in (("a", 0), ("b", 10)):
+        for transfer in range(first, first + 9):
+            made.ready(transfer, peer)
+    assert set(turns(made, 99)) == {0, 1, 2, 3, 10, 11}
     made.permit("a", may_post=False)
     assert set(turns(made, 99)) == {10, 11}, "the others may still hold planned writes"
     made.idle(0, "a")
