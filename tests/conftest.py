@@ -31,6 +31,8 @@ for name, examples in (("dev", 50), ("ci", 2000)):
         suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile(PROFILE)
+# For examples that are long histories: of thousands, each would cost as much as hundreds of others.
+HISTORIES = settings(max_examples=min(300, settings.default.max_examples))
 
 
 def pytest_report_header() -> list[str]:

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvferry.adapters.paged import Counts, OutOfBlocks, PagedCache, PagedFacts
 from kvferry.engine.layout import Group
 from kvferry.engine.spans import Span
+from tests.conftest import HISTORIES
 from tests.unit.paged import make_group, make_layout
 
 SLOTS = 20
@@ -466,4 +467,4 @@ def by_ordinal(span: Span) -> Table:
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(stateful_step_count=30)
+TestCache.settings = settings(HISTORIES, stateful_step_count=30)

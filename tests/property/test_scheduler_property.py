@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvferry.engine.limits import PRIORITY_MAX, TURN_WRITES_MAX
 from kvferry.engine.scheduler import Bounds, Scheduler
+from tests.conftest import HISTORIES
 
 SHARE = 16 * TURN_WRITES_MAX
 NARROW = Bounds(4 * SHARE, 4, admitted_max=4, peer_admitted_min=1)
@@ -233,6 +234,7 @@ def check_promises(made: Scheduler, model: Model) -> None:
                 assert nobody or (peer.posted and peer.refused in peer.line.members)
 
 
+@HISTORIES
 @given(st.lists(steps, min_size=50, max_size=120))
 def test_every_turn_is_that_of_a_slow_model(script: list[tuple[str, str, int, int, int]]) -> None:
     made, model = Scheduler(NARROW), Model(NARROW)
@@ -278,6 +280,7 @@ class Shares:
             assert most - least <= 2 + self.largest[one] + self.largest[two]
 
 
+@HISTORIES
 @given(
     st.lists(priorities, min_size=2, max_size=5),
     st.lists(st.tuples(st.integers(0, 9), sizes), min_size=20, max_size=150),
@@ -307,6 +310,7 @@ def test_transfers_get_their_share_of_the_bytes(
             heads[transfer] = size
 
 
+@HISTORIES
 @given(st.lists(sizes, min_size=3, max_size=3), st.lists(st.integers(0, 2), max_size=60))
 def test_peers_get_their_share_of_the_bytes(largest: list[int], comes: list[int]) -> None:
     made, shares = Scheduler(OPEN), Shares()
