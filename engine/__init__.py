@@ -6,5 +6,6 @@ copies). Its states: `transitions` has the tables, `lease`, `session` and `trans
 `pipeline`, `scheduler` and `mover` move what `source` has paired with the offers that `target`
 makes, over the sessions that `source_sessions` and `target_links` keep; `router` is the whole of
 it. The shell acts: `driver`, `connections`, `control` and `tasks` carry decisions out, `service`
-and `handles` are the API, `thread`, `thread_loop` and `hosted` the one for synchronous hosts. Transports, networks and hosts are known only by `ports`.
+and `handles` are the API; `thread`, `thread_loop` and `hosted` are the one for synchronous hosts.
+Transports, networks and hosts are known only by `ports`.
 """
