@@ -11,7 +11,7 @@ SEEDS = 200  # those of test_seeds.py, which shows that they pass unpatched
 SEEN_AS = {
     "release_before_evidence": ("I1", "I6"),
     "post_after_permit": ("I1",),
-    "drop_drained": ("liveness",),
+    "drop_drained": ("I6", "liveness"),
     "done_before_settled": ("I3", "I6"),
     "doubt_taken_for_failure": ("I1", "I2", "I6"),
     "error_taken_for_evidence": ("I1", "I6"),
