@@ -20,7 +20,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     permit_ttl_s: how long a source may post after it asked last.
     dial_s: how long one attempt to reach a peer may take.
     close_s: how long closing waits for running writes to settle.
-    peer_posted_bytes_max, peer_posted_writes_max: the window of one peer.
+    peer_posted_bytes_max, peer_posted_writes_max: the window of one peer. A write that is alone,
+      or no larger than an equal share of the window, may exceed its bytes.
     sends_max, receives_max: transfers that may exist at once; more get `Busy`.
     """
 

@@ -160,6 +160,7 @@ class Engine:
         tokens: how many are wanted; min_tokens: how few are accepted, default all.
         on_released: called on the loop, once, with every slot and its evidence, when nothing
         can write to them any more; on success as well as after a failure.
+        priority: -3 to 3; each step doubles this transfer's share of its source's bytes to us.
         match_s, stall_s, total_s: deadlines in seconds, defaults from Config.
 
         Nothing happens before the result is entered with `async with`. Raises UsageError.
